@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import os
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read by torch when loaded, here and in processes that tests start
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +27,19 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _no_kept_plans(monkeypatch: pytest.MonkeyPatch, _caches: Iterator[str]) -> None:
+    """Each test has a cache folder of its own for plans that sessions make."""
+    monkeypatch.setenv("XDG_CACHE_HOME", next(_caches))
+
+
+@pytest.fixture(scope="session")
+def _caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Folders, which are not made yet."""
+    base = tmp_path_factory.mktemp("caches")
+    return (str(base / str(number)) for number in itertools.count())
 
 
 @pytest.fixture(scope="session", autouse=True)

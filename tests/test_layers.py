@@ -59,7 +59,18 @@ SHARED = {
         "triton_copies_kernels",
         "triton_reads",
     },
-    "methods": {"base", "call", "choosing", "error_bars", "registry", "slots", "values"},
+    "methods": {
+        "automatic",
+        "base",
+        "call",
+        "choosing",
+        "error_bars",
+        "plan_maker",
+        "plan_rows",
+        "registry",
+        "slots",
+        "values",
+    },
     "adapters": set[str](),
 }
 BUILT_ON = {("adapters", "lm_eval"): "transformers"}  # member -> the sibling whose front door, no more, it may use

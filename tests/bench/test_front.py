@@ -47,7 +47,9 @@ def small(folder: Path) -> None:
         task: {"results": {labels[name]: result(s[n], s[2]) for name, s in scores.items()}}
         for n, task in enumerate(("one", "two"))
     }
-    write(folder / f"{front.SCORES}.json", {"kind": "eval", "format": 1, "tasks": tasks})
+    methods = {label: {"decode": {"name": name, "plan": None}} for name, label in labels.items()}
+    about = {"model": {"name": "longreach-mini"}, "methods": methods}
+    write(folder / f"{front.SCORES}.json", {"kind": "eval", "format": 1, "tasks": tasks, **about})
     times = {"dense": 10000.0, "loki": 6000.0, "mac": 2500.0, "kascade": 4000.0}
     entries = [{"name": name, "microseconds": {"median": time}} for name, time in times.items()]
     for case in front.SPEEDS:
@@ -62,6 +64,7 @@ def test_numbers_come_from_the_records(tmp_path: Path) -> None:
     assert lines["`quest`"].endswith("| - | - | - | - |")
     text = front.headline(tmp_path)
     assert "10.0 ms with `dense` (RULER: 80%), 6.0 ms with `loki` (RULER: 70%) and 4.0 ms with `kascade`" in text
+    assert "`kascade` (RULER: 45%, two anchors)" in text
     assert "on one abacus" in text
     drawn = {p.label: p for p in front.drawn(tmp_path)}
     assert set(drawn) == {"dense", "loki", "kascade"} and drawn["dense"].dense and not drawn["loki"].dense

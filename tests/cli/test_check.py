@@ -16,7 +16,7 @@ def test_a_model_that_works(longreach: Any, tmp_path: Path) -> None:
     assert result.code == 0
     words = " ".join(result.out.split())
     assert "longreach works with Gemma2ForCausalLM" in words and "1 layers of full attention" in words
-    assert "sliding window of" in words and "no kascade plan is shipped for this model" in words
+    assert "sliding window of" in words and "kascade yes, with a plan made of the first prompt" in words
     assert all(f"{n}K" in words for n in (8, 32, 128)) and "beyond the model's context" in words
 
 

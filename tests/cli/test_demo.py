@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from longreach.adapters.transformers import load, shape_of
+from longreach.adapters.transformers import load, planned_shape
 from longreach.evals.methods import pairings
 from longreach.methods.registry import unfit
 
@@ -70,7 +70,7 @@ def test_the_table_fits_the_terminal(
         assert title in header
     assert ("meta" in header) == (width == 120)
     found = verdicts(result.out)
-    asked = sum(len(decodes) for _, decodes in pairings(methods, left_out=unfit(shape_of(load(tiny)[0]))))
+    asked = sum(len(decodes) for _, decodes in pairings(methods, left_out=unfit(planned_shape(load(tiny)[0]))))
     assert len(found) == asked and all(len(verdict) == 3 for verdict in found.values())
     flat = " ".join(result.out.split())
     over = dict.fromkeys(("oracle_top_k", "oracle_sampling"), "which scores every key first")

@@ -162,3 +162,15 @@ def test_records_say_which_settings_of_the_checkpoint_are_not_applied(
     assert result.code == 0 and "not applied: no_repeat_ngram_size=2, bad_words_ids=[[7]]" in result.err
     config = json.loads(record.read_text())["config"]
     assert config["not_applied"] == {"no_repeat_ngram_size": 2, "bad_words_ids": "[[7]]"}
+
+
+def test_a_plan_that_the_session_made_is_told(
+    longreach: Any, tiny: Path, document: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longreach.methods.loki.automatic.LokiMaker.needed", 16)
+    first, second = (longreach(*asked(tiny, document, QUESTIONS[0]), "--decode", "loki") for _ in range(2))
+    told = [" ".join(result.err.split()) for result in (first, second)]
+    assert first.code == second.code == 0 and first.out == second.out
+    assert "Loki plan made of" in told[0] and "Loki plan of an earlier session" in told[1]
+    found = json.loads(longreach(*asked(tiny, document, QUESTIONS[0]), "--decode", "loki", "--json").out)
+    assert [(plan["kind"], plan["source"]) for plan in found["report"]["plans"]] == [("loki", "cache")]

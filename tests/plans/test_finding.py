@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longreach.errors import InvalidInput
-from longreach.plans import KINDS, find, finding, load, shipped
+from longreach.plans import KINDS, default_file, find, finding, load, shipped
 from tests.plans.factory import MODEL, plan
 
 
@@ -56,6 +56,20 @@ def test_a_shipped_plan_of_the_right_configuration_and_wrong_heads_is_refused(sh
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_shipped_can_be_loaded_and_is_one_a_model(kind: str) -> None:
-    found = [load(path, kind) for path in shipped(kind).values()]
-    assert len({one.model.config for one in found}) == len(found)
+def test_what_is_shipped_can_be_loaded_and_has_one_default_a_model(kind: str) -> None:
+    for name, path in shipped(kind).items():
+        model = load(path, kind).model
+        assert default_file(kind, model) == shipped(kind)[f"{kind}-{model.name}"]
+        assert name == f"{kind}-{model.name}" or name.startswith(f"{kind}-{model.name}-")
+
+
+def test_variants_are_used_by_name() -> None:
+    model = load(shipped("kascade")["kascade-longreach-mini"], "kascade").model
+    anchors = [find("kascade", plan, model).values["anchors"] for plan in (None, "none", "kascade-longreach-mini-0-4")]
+    assert anchors == [[0, 4, 8], [0, 4, 8], [0, 4]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_plan_is_made_outside_a_session(kind: str) -> None:
+    with pytest.raises(InvalidInput, match=f"plan=auto: plans for kascade and loki are made of a prompt.*{kind} needs"):
+        find(kind, "auto", MODEL)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from longreach.evals.fusion import CONTROLS
 from longreach.methods.registry import EVICTIONS, FUSIONS, eviction_class, fusion_class
-from longreach.records.labels import short_label
+from longreach.records.labels import plan_note, short_label
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,18 @@ def test_no_option_of_fusion_is_one_of_eviction() -> None:
     fusion = {option for made in (*map(fusion_class, FUSIONS), *CONTROLS.values()) for option in made.options()}
     eviction = {option for name in EVICTIONS for option in eviction_class(name).options()}
     assert "ratio" in fusion and "capacity" in eviction and not fusion & eviction
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "note"),
+    [
+        ({"name": "longreach-mini"}, {"decode": {"name": "kascade", "plan": None}}, "two anchors"),
+        ({"name": "longreach-mini"}, {"prefill": {"name": "kascade", "plan": None}}, "two anchors"),
+        ({"name": "longreach-mini"}, {"decode": {"name": "kascade", "plan": "plan.json"}}, ""),
+        ({"name": "longreach-mini"}, {"decode": {"name": "loki", "plan": None}}, ""),
+        ({"name": "longreach-mini", "plans": {}}, {"decode": {"name": "kascade", "plan": None}}, ""),
+        ({"name": "other"}, {"decode": {"name": "kascade", "plan": None}}, ""),
+    ],
+)
+def test_records_of_the_plan_of_two_anchors_say_so(model: Any, method: Any, note: str) -> None:
+    assert plan_note({"model": model, "methods": {"x": method}}, "x") == note

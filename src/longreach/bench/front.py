@@ -10,6 +10,7 @@ from typing import Any
 
 from longreach.bench.case import STEPS
 from longreach.bench.record import read as read_cases
+from longreach.records.labels import plan_note
 from longreach.records.record import read
 from longreach.records.report.plots.scatter import Point, PointPanel, points
 
@@ -66,7 +67,7 @@ METHODS = (
 class Score:
     """Mean over tasks, its 95% interval (roughly: the mean of the tasks' intervals), and bytes over dense's.
 
-    dense: the mean of dense attention in the same record.
+    dense: the mean of dense attention in the same record. note: about the plan (`plan_note`), with a comma before it.
     """
 
     mean: float
@@ -74,6 +75,7 @@ class Score:
     low: float
     high: float
     reads: float
+    note: str = ""
 
 
 def score(results: Path, row: Shown) -> Score | None:
@@ -81,14 +83,16 @@ def score(results: Path, row: Shown) -> Score | None:
     paths = sorted(results.glob(f"{row.record}.json*"))
     if row.label is None or not paths:
         return None
-    tasks = [task["results"] for task in read(paths[0])["tasks"].values()]
+    record = read(paths[0])
+    tasks = [task["results"] for task in record["tasks"].values()]
     if any(row.label not in task for task in tasks):
         return None
     found = [task[row.label] for task in tasks]
     bounds = [fmean(one["interval_95"][end] for one in found) for end in (0, 1)]
     reads = fmean(one["decode_reads"]["total"] for one in found)
     mean, dense = (fmean(one["score"] for one in some) for some in (found, [task[DENSE] for task in tasks]))
-    return Score(mean, dense, bounds[0], bounds[1], reads)
+    note = plan_note(record, row.label)
+    return Score(mean, dense, bounds[0], bounds[1], reads, f", {note}" if note else "")
 
 
 def table(results: Path) -> str:
@@ -108,7 +112,7 @@ def table(results: Path) -> str:
     for row in METHODS:
         got = score(results, row)
         name = f"[`{row.method}`]({row.page})" if row.page else f"`{row.method}`"
-        told = ["-", "-"] if got is None else [f"{got.reads:.0%}", f"{got.mean:.1%} of {got.dense:.1%}"]
+        told = ["-", "-"] if got is None else [f"{got.reads:.0%}", f"{got.mean:.1%} of {got.dense:.1%}{got.note}"]
         times = [_over(cases.get(case), row.method) for case in SPEEDS]
         lines.append(f"| {' | '.join([name, row.paper, row.slots, row.reads, *told, *times])} |")
     return "\n".join(lines)
@@ -126,7 +130,7 @@ def headline(results: Path) -> str:
         got, time = score(results, rows[name]), _time(case, name)
         if got is None or time is None:
             return "No measurements yet."
-        parts.append(f"{time / 1e3:.1f} ms with `{name}` (RULER: {got.mean:.0%})")
+        parts.append(f"{time / 1e3:.1f} ms with `{name}` (RULER: {got.mean:.0%}{got.note})")
     return (
         f"**At 128K tokens, batch 4, a decode step of an 8B model takes {parts[0]}, {' and '.join(parts[1:])}.** Times "
         f"are of Llama-3.1-8B's shape with random weights on one {case['device']['name']}. RULER is the mean score of "

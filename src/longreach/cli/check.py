@@ -57,6 +57,7 @@ def _show(found: ModelFit) -> None:
     methods = Table("method", "with its default options", box=None, pad_edge=False)
     for method, reason in found.methods.items():
         plan = f"yes, with the plan {found.plans[method]}" if method in found.plans else "yes"
+        plan = "yes, with a plan made of the first prompt" if method in found.automatic else plan
         methods.add_row(method, plan if reason is None else reason)
     out.print(methods)
     out.print()

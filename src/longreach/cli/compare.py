@@ -28,7 +28,19 @@ from longreach.cli.common import (
 )
 from longreach.cli.compare_documents import compare_documents, refuse_without_documents
 from longreach.cli.compare_record import write_record
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, show_memory, waiting
+from longreach.cli.show import (
+    Column,
+    Table,
+    console,
+    duration,
+    emit,
+    percent,
+    place,
+    progress,
+    show_memory,
+    show_plans,
+    waiting,
+)
 from longreach.cli.show_sampling import show_error_bars, show_sampling
 from longreach.errors import InvalidInput
 
@@ -164,6 +176,7 @@ def run(args: argparse.Namespace) -> int:
     show_sampling(out, {c.label: [c.sampling] for c in comparisons})
     show_error_bars(out, {c.label: [c.error_bars] for c in comparisons})
     show_memory(out, (c.memory for c in comparisons))
+    show_plans(out, (plan for c in comparisons for plan in c.plans))
     out.print(place(where))
     _record(args, model, task, comparisons, where, document)
     return 0

@@ -20,6 +20,7 @@ def write_record(
     The config's prefill_chunk_size is null where the prompt was read in one pass by default.
     """
     from longreach.evals.model_info import model_info
+    from longreach.evals.plans import to_json
     from longreach.records import write
 
     config = {"prompt_tokens": len(task.prompt), "steps": args.steps, "layers": args.layers,
@@ -34,6 +35,7 @@ def write_record(
             "prefill_layer_error": c.prefill_layer_error, **({"fusion": asdict(c.fusion)} if c.fusion else {}),
             **({"sampling": c.sampling} if c.sampling else {}),
             **({"error_bars": c.error_bars} if c.error_bars else {}),
+            **({"plans": to_json(c.plans)} if c.plans else {}),
         }
         for c in found
     }  # fmt: skip

@@ -27,7 +27,7 @@ from longreach.cli.common import (
     tell_left_out,
     warn_unapplied,
 )
-from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
+from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, show_plans, waiting
 from longreach.cli.show_sampling import show_error_bars, show_sampling
 from longreach.errors import InvalidInput
 
@@ -255,6 +255,7 @@ def show(record: dict[str, Any], where: str) -> None:
     results = {label: [task["results"][label] for task in tasks] for label in labels}
     show_sampling(out, {label: [r.get("sampling") for r in some] for label, some in results.items()})
     show_error_bars(out, {label: [r.get("error_bars") for r in some] for label, some in results.items()})
+    show_plans(out, (plan for some in results.values() for r in some for plan in r.get("plans", ())))
     prompts = sum(len(task["samples"]) for task in tasks)
     characters = [task["characters_per_token"] for task in tasks]
     out.print(
@@ -328,10 +329,10 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _decode_methods(model: Any) -> tuple[list[str], dict[str, str]]:
     """Every decode method that fits the model as it is by default; and why the others do not."""
-    from longreach.adapters.transformers import shape_of
+    from longreach.adapters.transformers import planned_shape
     from longreach.methods.registry import names, unfit
 
-    decodes, strange = names("decode"), unfit(shape_of(model))
+    decodes, strange = names("decode"), unfit(planned_shape(model))
     return [n for n in decodes if n not in strange], {n: why for n, why in strange.items() if n in decodes}
 
 

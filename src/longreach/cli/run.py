@@ -23,7 +23,7 @@ from longreach.cli.common import (
     read_document,
     warn_unapplied,
 )
-from longreach.cli.show import duration, emit, percent, progress, show_memory, waiting
+from longreach.cli.show import duration, emit, percent, progress, show_memory, show_plans, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -156,3 +156,4 @@ def _summarise(
         f"{duration(rate)} a token.{ready}"
     )
     show_memory(errors, [report.memory])
+    show_plans(errors, report.plans)

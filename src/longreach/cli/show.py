@@ -178,6 +178,12 @@ def show_memory(out: Console, found: Iterable[MemoryUse | None]) -> None:
         out.print(f"\n{text[0].upper()}{text[1:]}.")
 
 
+def show_plans(out: Console, plans: Iterable[Any]) -> None:
+    """The plans that sessions found or made themselves, a line each: reports, or a record's entries."""
+    for text in dict.fromkeys(plan["text"] if isinstance(plan, dict) else str(plan) for plan in plans):
+        out.print(f"\n{text[0].upper()}{text[1:]}.")
+
+
 def place(where: dict[str, Any]) -> str:
     """Where numbers come from, in a sentence. where: what `records.environment` found."""
     device, versions = where["device"], where["versions"]

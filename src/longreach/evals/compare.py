@@ -21,6 +21,7 @@ from longreach.adapters.transformers import (
     attach,
     check_host,
     check_length,
+    planned_shape,
     shape_of,
     stop_tokens,
     unapplied,
@@ -29,11 +30,13 @@ from longreach.cache import CacheConfig, MemoryUse
 from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors, sample
 from longreach.evals.methods import DENSE, Spec, by_reading, pairings, refuse_slots
+from longreach.evals.plans import plans_of
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
 from longreach.evals.sampling import bars_of, mean_bars, mean_of, sampling_of
 from longreach.methods.registry import choose, unfit
 from longreach.methods.slots import Fusion
+from longreach.runtime import PlanReport
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class Comparison:
     where the prompt is read densely. Both None unless requested; with them, times include measuring them.
     evict, fuse: configurations, None for none. fusion: what became of the tokens of a prompt with stored chunks.
     memory: where keys and values lay, if some were in host memory. sampling, error_bars: of decode steps of a method
-    that samples keys, see `evals.sampling.mean_of` and `mean_bars`; else None.
+    that samples keys, see `evals.sampling.mean_of` and `mean_bars`; else None. plans: those of the method that the
+    session found or made itself.
     """
 
     label: str
@@ -71,6 +75,7 @@ class Comparison:
     memory: MemoryUse | None = None
     sampling: dict[str, Any] | None = None
     error_bars: dict[str, Any] | None = None
+    plans: tuple[PlanReport, ...] = ()
 
 
 class Compare:
@@ -100,7 +105,7 @@ class Compare:
         self.model, self.prompt, self.steps = model, prompt, steps
         self.options, self.layers, self.graph = options or {}, layers, graph
         self.not_applied = unapplied(model, sampled=False)
-        self.left_out = {n: why for n, why in unfit(shape_of(model)).items() if n not in self.options}
+        self.left_out = {n: why for n, why in unfit(planned_shape(model)).items() if n not in self.options}
         if methods is not None or specs is not None:
             self.left_out = {}
         chosen = pairings(methods, self.left_out)
@@ -116,7 +121,7 @@ class Compare:
         self.cache = replace(cache or CacheConfig(), capacity=len(prompt) + steps)
         for spec in self.specs:  # now, not when it is their turn
             for method in (spec.prefill, spec.decode):
-                method.check(shape_of(model))
+                method.check(planned_shape(model))
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
             check_host(self.cache, spec.evict)
@@ -237,6 +242,7 @@ class Compare:
             report.memory,
             mean_of([sampled] if (sampled := sampling_of(report)) else []),
             mean_bars([bars] if (bars := bars_of(report)) else []),
+            plans_of(report, spec, planned_shape(self.model)),
         )
 
 

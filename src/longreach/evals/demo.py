@@ -13,7 +13,7 @@ from longreach.adapters.transformers import (
     attach,
     check_length,
     encode,
-    shape_of,
+    planned_shape,
     share,
     stop_tokens,
 )
@@ -71,7 +71,7 @@ class Demo:
         self, model: Any, tokenizer: Any, length: int = 4096, seed: int = 0, cache: CacheConfig | None = None
     ):  # fmt: skip
         check_length(model, length - ANSWER_TOKENS, ANSWER_TOKENS)
-        self.model, self.tokenizer, self.left_out = model, tokenizer, unfit(shape_of(model))
+        self.model, self.tokenizer, self.left_out = model, tokenizer, unfit(planned_shape(model))
         random = Random(f"demo/{seed}")
         facts = _different(random, len(DEPTHS))
         self.placed = tuple(zip(DEPTHS, facts, strict=True))

@@ -20,7 +20,7 @@ from longreach.adapters.transformers import (
     attach,
     check_length,
     encode,
-    shape_of,
+    planned_shape,
 )
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
@@ -129,7 +129,7 @@ class Dialogue:
         refuse_slots(specs, NAMED, "a dialogue needs all its keys for later questions")
         for spec in specs:
             for method in (spec.prefill, spec.decode):
-                method.check(shape_of(model))
+                method.check(planned_shape(model))
         self.model, self.specs, self.own, self.graph = model, specs, own, graph
         count = Counter(tokenizer)
         self.scripts = [

@@ -15,6 +15,7 @@ from longreach.adapters.transformers import (
     attach,
     check_host,
     context_limit,
+    planned_shape,
     shape_of,
     stop_tokens,
     unapplied,
@@ -24,6 +25,7 @@ from longreach.errors import InvalidInput, UnknownName
 from longreach.evals.failures import failure
 from longreach.evals.fusion.chunks import BEHIND, Behind, FusedPrompts, prefix_tokens
 from longreach.evals.methods import NAMED, Spec, by_reading, refuse_slots
+from longreach.evals.plans import plans_of, to_json
 from longreach.evals.progress import Progress, counted, unseen
 from longreach.evals.prompt_workers import Workers
 from longreach.evals.prompting import Maker, PromptSample, at_lengths, samples_of
@@ -110,7 +112,7 @@ class Evaluation:
         self.room = replace(cache or CacheConfig(), capacity=settings.longest)
         for spec in specs:
             for method in (spec.prefill, spec.decode):
-                method.check(shape_of(model))
+                method.check(planned_shape(model))
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
             check_host(self.room, spec.evict)
@@ -319,6 +321,7 @@ class Evaluation:
             "decode_ran": kernels_used(report, "decode"),
             "sampling": sampling_of(report),
             "error_bars": bars_of(report),
+            "plans": to_json(plans_of(report, spec, planned_shape(self.model))),
             "not_captured": why,
             "seconds": {"read": reader.read_seconds, "decode": took, "steps": steps, "setup": setup},
         }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import Answer, Reader, Session, attach, check_length, shape_of, stop_tokens
+from longreach.adapters.transformers import Answer, Reader, Session, attach, check_length, planned_shape, stop_tokens
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.dialogue import noted
@@ -66,7 +66,7 @@ class Generation:
         refuse_slots(specs, NAMED, "windows of a text hold no documents, and stay whole for the next method")
         for spec in specs:
             for method in (spec.prefill, spec.decode):
-                method.check(shape_of(model))
+                method.check(planned_shape(model))
         self.model, self.tokenizer, self.specs, self.graph = model, tokenizer, specs, graph
         self.length, self.steps, self.temperature, self.seed = length, steps, temperature, seed
         self.windows = windows_of(texts, tokenizer, length, limit)

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import Advance, Answer, Reader, Session, attach, check_length, encode, shape_of
+from longreach.adapters.transformers import (
+    Advance,
+    Answer,
+    Reader,
+    Session,
+    attach,
+    check_length,
+    encode,
+    planned_shape,
+)
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, MeasurementFailed
 from longreach.evals.failures import failure
@@ -155,7 +164,7 @@ class Perplexity:
         refuse_slots(specs, NAMED, "perplexity reads windows of a text, which hold no documents and no question")
         for spec in specs:
             for method in (spec.prefill, spec.decode):
-                method.check(shape_of(model))
+                method.check(planned_shape(model))
         self.model, self.specs, self.length, self.decode_tokens, self.graph = model, specs, length, decode_tokens, graph
         self.windows = windows_of(texts, tokenizer, length, limit)
         self.room = replace(cache or CacheConfig(), capacity=length)

@@ -80,6 +80,7 @@ def result(entries: Sequence[dict[str, Any]], dense: dict[tuple[int, int], dict[
         "decode_reads": _reads([e["decode_bytes"] for e in entries]),
         **_mean_if_any("sampling", entries, mean_of),
         **_mean_if_any("error_bars", entries, mean_bars),
+        **_plans(entries),
         **_fusion([e["fusion"] for e in entries if "fusion" in e]),
         "ran": {phase: sorted({how for e in entries for how in e.get(f"{phase}_ran", ())}) for phase in PHASES},
         "not_captured": next((why for e in entries if (why := e.get("not_captured"))), None),
@@ -97,6 +98,12 @@ def _mean_if_any(
     """{name: mean of the entries' values}, or nothing if there is none. A part of an older run lacks the name."""
     found = mean([e[name] for e in entries if e.get(name)])
     return {} if found is None else {name: found}
+
+
+def _plans(entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """{"plans": each plan that a session found or made itself}, or nothing."""
+    found = {plan["text"]: plan for e in entries for plan in e.get("plans", ())}
+    return {"plans": list(found.values())} if found else {}
 
 
 def scored(answers: Sequence[dict[str, Any]]) -> tuple[float, list[float], int]:

@@ -14,9 +14,11 @@ from torch import Tensor
 from longreach.cache import SequenceState
 from longreach.errors import UnknownName
 from longreach.methods.call import LayerCall, ModelShape, Phase
+from longreach.methods.plan_maker import PlanMaker
 from longreach.ops import KVView, Partial, Rows
 from longreach.ops.doors import EVERYTHING
 from longreach.ops.types import require
+from longreach.plans import AUTO, NONE
 
 Keeps = Literal["nothing", "tokens", "sequences"]
 
@@ -154,6 +156,10 @@ class AttentionMethod(PromptObserver, ABC):
         """
         return range(model.layers)
 
+    def plan_maker(self, model: ModelShape) -> PlanMaker | None:
+        """What makes the method's plan of a prompt, if a session is to make it; else None."""
+        return None
+
     def check(self, model: ModelShape) -> None:
         """Raise InvalidInput if an option does not fit the model. Called before a session attaches or switches."""
 
@@ -184,7 +190,7 @@ def is_count(value: object, least: int = 0) -> bool:
 def check_plan_name(plan: object) -> None:
     """Raise InvalidInput unless `plan` can be the `plan` option of a calibrated method."""
     named = plan is None or (isinstance(plan, str) and plan != "")
-    require(named, f"plan: expected a file, the name of a shipped plan, or None, got {plan!r}")
+    require(named, f"plan: expected a file, the name of a shipped plan, {AUTO}, {NONE}, or None, got {plan!r}")
 
 
 def check_budget(name: str, amount: int | float) -> None:

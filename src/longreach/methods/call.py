@@ -13,9 +13,20 @@ from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, RotaryFreque
 from longreach.ops.attend import prepare, resolve
 from longreach.ops.doors import Op, Read, op_named
 from longreach.ops.types import INTS, describe, require
+from longreach.plans import Plan
 
 Phase = Literal["prefill", "decode"]
 T = TypeVar("T")
+
+
+class SessionPlans(Protocol):
+    """Plans that a session finds or makes for methods without one (`methods.automatic`)."""
+
+    def get(self, kind: str) -> Plan | None:
+        """The plan of a kind, None as long as there is none."""
+
+    def reason(self, kind: str) -> str:
+        """Why there is no plan of a kind, for reports."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +34,7 @@ class ModelShape:
     """The facts about a model that a method's options may refer to. Heads are those of all ranks.
 
     config: hash of the model's configuration, by which plans are matched to models; "" if unknown.
+    plans: those that the session makes itself; None where none can be made.
     """
 
     layers: int
@@ -30,6 +42,7 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     config: str = ""
+    plans: SessionPlans | None = field(default=None, compare=False, repr=False)
 
 
 class Evictable(Protocol):

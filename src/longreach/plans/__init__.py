@@ -1,8 +1,27 @@
 """What calibration found out about models, as files: self-describing, checked when loaded, without pickle."""
 
 from longreach.plans.files import load
-from longreach.plans.finding import find, named, shipped, shipped_for
+from longreach.plans.finding import AUTO, NONE, default_file, find, is_automatic, named, shipped, shipped_for
+from longreach.plans.kept import FINGERPRINT, Kept, kept
 from longreach.plans.plan import KINDS, Made, Plan, PlannedModel, Shape, how_to_make
 
-__all__ = ["KINDS", "Made", "Plan", "PlannedModel", "Shape", "find", "how_to_make", "load", "named", "shipped",
-           "shipped_for"]  # fmt: skip
+__all__ = [
+    "AUTO",
+    "FINGERPRINT",
+    "KINDS",
+    "NONE",
+    "Kept",
+    "Made",
+    "Plan",
+    "PlannedModel",
+    "Shape",
+    "default_file",
+    "find",
+    "how_to_make",
+    "is_automatic",
+    "kept",
+    "load",
+    "named",
+    "shipped",
+    "shipped_for",
+]

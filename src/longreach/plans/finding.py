@@ -10,32 +10,49 @@ from longreach.plans.files import load
 from longreach.plans.plan import Plan, Shape, how_to_make
 
 SUFFIX = ".json"
+AUTO = "auto"  # made of a session's first prompt, or kept from an earlier session
+NONE = "none"  # the shipped one, and no automatic one
 
 
 def shipped(kind: str) -> dict[str, Path]:
-    """Plans of a kind that come with longreach: name -> file. Their names begin with the kind."""
+    """Plans of a kind that come with longreach: name -> file.
+
+    KIND-MODEL is the default plan of a model, and KIND-MODEL-VARIANT another one, which is used by name only.
+    """
     folder = Path(str(files("longreach") / "plans" / "shipped"))
     return {path.stem: path for path in sorted(folder.glob(f"{kind}-*{SUFFIX}"))}
 
 
+def default_file(kind: str, model: Shape) -> Path | None:
+    """The file of the default plan that is shipped for a model of this configuration, else None."""
+    fit = [path for path in shipped(kind).values() if load(path, kind).model.config == model.config]
+    return min(fit, key=lambda path: len(path.stem), default=None)  # the names of variants are longer
+
+
 def shipped_for(kind: str, model: Shape) -> Plan | None:
-    """The plan of a kind that is shipped for a model of this configuration, None where there is none."""
-    for path in shipped(kind).values():
-        found = load(path, kind)
-        if found.model.config == model.config:
-            found.check(model, f"the plan {path.stem}")
-            return found
-    return None
+    """The default plan of a kind that is shipped for a model of this configuration, else None."""
+    path = default_file(kind, model)
+    if path is None:
+        return None
+    found = load(path, kind)
+    found.check(model, f"the plan {path.stem}")
+    return found
 
 
 def find(kind: str, plan: str | None, model: Shape) -> Plan:
     """The plan for a model, checked to be for it.
 
-    plan: a path (to a .json file), the name of a shipped plan, or None for the one that is shipped for this model.
-    Raises InvalidInput where there is none, it is broken, or for another model.
+    plan: a path (to a .json file), the name of a shipped plan, or None or NONE for the one that is shipped for this
+    model.
+    Raises InvalidInput where there is none, it is broken, or for another model; for AUTO, as no plan is made here.
     """
     known = shipped(kind)
-    if plan is None:
+    if plan == AUTO:
+        raise InvalidInput(
+            f"plan={AUTO}: plans for kascade and loki are made of a prompt, by sessions of attach and generate; {kind} "
+            f"needs one here without; {how_to_make(kind)} and give plan=plan.json"
+        )
+    if plan in (None, NONE):
         mine = shipped_for(kind, model)
         if mine is not None:
             return mine
@@ -46,6 +63,11 @@ def find(kind: str, plan: str | None, model: Shape) -> Plan:
     found = load(named(kind, plan), kind)
     found.check(model, f"the plan {plan}")
     return found
+
+
+def is_automatic(kind: str, plan: str | None, model: Shape) -> bool:
+    """Whether an option `plan` leaves it to a session to make the plan: AUTO, or None if none is shipped."""
+    return plan == AUTO or (plan is None and shipped_for(kind, model) is None)
 
 
 def named(kind: str, plan: str) -> Path:

@@ -60,9 +60,9 @@ class PlannedModel:
 class Made:
     """How a plan was made.
 
-    data: what the text is, in words; sha256, tokens: of the tokens the model read. settings: options of the
-    calibration; seed: of its prompts. longreach, torch, transformers: versions; commit: of longreach's source, where
-    known; device: what computed it.
+    data: what the text is, in words; sha256, tokens: of the tokens the model read, sha256 "" in plans that a session
+    made. settings: options of the calibration; seed: of its prompts. longreach, torch, transformers: versions; commit:
+    of longreach's source, where known; device: what computed it.
     """
 
     data: str

@@ -75,7 +75,7 @@ def _arrays_file_of(path: Path) -> Path | None:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    part = path.with_name(path.name + ".part")
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # sessions of other processes may keep the same plan
     with part.open("wb") as stream:
         stream.write(content)
         stream.flush()

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 BEHIND = {"alone": "alone", "bos": "behind BOS", "system": "behind the system prompt"}  # --chunks
 DENSE = "dense "
 SLOTS = re.compile(r"(?<= )(?:fuse[=.]|evict\.)")
+
+
+TWO_ANCHORS = "two anchors"
+
+
+def plan_note(record: Mapping[str, Any], label: str) -> str:
+    """TWO_ANCHORS where a method has longreach-mini's default plan for Kascade in a record without `model.plans`: such
+    records are older than the default plan of three anchors. Else ""."""
+    model, methods = record["model"], record["methods"][label]
+    old = model["name"] == "longreach-mini" and "plans" not in model
+    used = (methods.get(slot, {}) for slot in ("prefill", "decode"))
+    named = any(method.get("name") == "kascade" and method.get("plan") is None for method in used)
+    return TWO_ANCHORS if old and named else ""
 
 
 def short_label(label: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longreach.records.labels import BEHIND, short_label
+from longreach.records.labels import BEHIND, plan_note, short_label
 from longreach.records.record import files, read
 
 LOST = 0.1  # with all scores below it, a task does not distinguish methods
@@ -56,7 +56,7 @@ def _summary(path: Path, record: dict[str, Any]) -> str:
     rows = [head, ["---"] * len(head)]
     for label, mean in zip(labels, _means(tasks, labels), strict=True):
         reads = [_bytes(tasks, label, f"{phase}_reads") for phase in ("prefill", "decode")]
-        rows.append([f"`{label}`", mean, *reads, _losses(tasks, label, labels[0])])
+        rows.append([_named(record, label), mean, *reads, _losses(tasks, label, labels[0])])
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", f"{_where(path, record)}."])
 
 
@@ -84,7 +84,7 @@ def _where(path: Path, record: dict[str, Any]) -> str:
 
 def _table(path: Path, record: dict[str, Any]) -> str:
     labels, tasks = list(record["methods"]), record["tasks"]
-    rows = [["task", *(f"`{label}`" for label in labels)], ["---"] * (1 + len(labels))]
+    rows = [["task", *(_named(record, label) for label in labels)], ["---"] * (1 + len(labels))]
     lost = [n for n, t in tasks.items() if max(t["results"][label]["score"] for label in labels) < LOST]
     shown = {name: task for name, task in tasks.items() if name not in lost}
     for name, task in shown.items():
@@ -109,12 +109,18 @@ def _fused_table(path: Path, record: dict[str, Any]) -> str:
         mine = [task["results"][label] for task in tasks.values()]
         kept = (f", {k['kept']} of {k['right']}" if (k := one["kept"]) and k["right"] else "" for one in mine)
         scores = (f"{_score(one)}{told}" for one, told in zip(mine, kept, strict=True))
-        rows.append([f"`{short_label(label)}`", *scores, *([mean] if several else [])])
+        rows.append([_named(record, label, short_label(label)), *scores, *([mean] if several else [])])
     source = (
         f"{_where(path, record)}. Chunks computed {BEHIND[record['config']['chunks']]}. After the interval: how many "
         f"of the prompts that `dense` answers wholly right stay so."
     )
     return "\n".join([*(f"| {' | '.join(row)} |" for row in rows), "", source])
+
+
+def _named(record: dict[str, Any], label: str, short: str | None = None) -> str:
+    """A method in a table's head or first column."""
+    note = plan_note(record, label)
+    return f"`{short or label}`{f' ({note})' if note else ''}"
 
 
 def _score(result: dict[str, Any]) -> str:

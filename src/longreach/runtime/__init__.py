@@ -2,8 +2,19 @@
 
 from longreach.runtime.forward import Pass, attend_layer, drive
 from longreach.runtime.ledger import Ledger, Pending
-from longreach.runtime.report import LayerReport, Report
+from longreach.runtime.report import LayerReport, PlanReport, Report
 from longreach.runtime.segments import Segment
 from longreach.runtime.state import StateStore
 
-__all__ = ["LayerReport", "Ledger", "Pass", "Pending", "Report", "Segment", "StateStore", "attend_layer", "drive"]
+__all__ = [
+    "LayerReport",
+    "Ledger",
+    "Pass",
+    "Pending",
+    "PlanReport",
+    "Report",
+    "Segment",
+    "StateStore",
+    "attend_layer",
+    "drive",
+]

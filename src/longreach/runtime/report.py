@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 from longreach.cache import MemoryUse
 from longreach.methods.call import Phase
+
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,46 @@ class LayerReport:
 
 
 @dataclass(frozen=True)
+class PlanReport:
+    """A plan that a session found or made for methods without one.
+
+    source: "cache", a plan kept from before; "prompt", made of this session's prompt; None: there is none yet. about:
+    the plan, or why there is none. tokens: of the prompt; seconds: to make the plan, beside the prefill. file: where it
+    is kept. not_kept: why it is kept for this session only. ignored: files in the cache folder that do not fit.
+    """
+
+    kind: str
+    source: Literal["cache", "prompt"] | None
+    about: str
+    tokens: int | None = None
+    seconds: float | None = None
+    file: str | None = None
+    not_kept: str | None = None
+    ignored: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if self.source is None:
+            text = self.about
+        elif self.source == "cache":
+            text = f"{self.kind} plan of an earlier session: {self.about}"
+        else:
+            text = f"{self.kind} plan made of {self.tokens} tokens in {self.seconds:.2f} s: {self.about}"
+        kept = [f"kept in {self.file}"] * (self.file is not None)
+        kept += [f"for this session only: {self.not_kept}"] * (self.not_kept is not None)
+        return "; ".join((text, *kept, *(f"not used: {one}" for one in self.ignored)))
+
+
+@dataclass(frozen=True)
 class Report:
     """A session's reads by layer. `print(report)` shows a table; `to_json` returns the numbers.
 
     memory: where keys and values of the last pass over a cache with `CacheConfig(host=True)` lie; None without one.
+    plans: those that the session found or made itself.
     """
 
     layers: tuple[LayerReport, ...]
     memory: MemoryUse | None = None
+    plans: tuple[PlanReport, ...] = ()
 
     def fraction(self, phase: Phase | None = None) -> float | None:
         """Bytes read over dense attention's bytes, all layers; None before any step of the phase."""
@@ -66,7 +100,9 @@ class Report:
             if row["notes"] is None:
                 del row["notes"]
         memory = {} if self.memory is None else {"memory": self.memory.to_json()}
-        return {"prefill": self.fraction("prefill"), "decode": self.fraction("decode"), **memory, "layers": rows}
+        plans = {"plans": [asdict(plan) for plan in self.plans]} if self.plans else {}
+        shares: dict[str, Any] = {phase: self.fraction(phase) for phase in PHASES}
+        return {**shares, **memory, **plans, "layers": rows}
 
     def __str__(self) -> str:
         shares = "".join(f"{name:>9}" for name in ("K", "V", "meta"))
@@ -83,10 +119,11 @@ class Report:
                 f"{r.phase:8}{r.layer:>6}  {r.method:16}{r.impl:17}{r.rows:>9}{shares}"
                 f"{r.fraction:>10.1%}  {note}".rstrip()
             )
-        for phase in ("prefill", "decode"):
+        for phase in PHASES:
             total = self.fraction(phase)
             if total is not None:
                 lines.append(f"{phase}: {total:.1%} of the bytes that dense attention reads")
         if self.memory is not None:
             lines.append(str(self.memory))
+        lines += map(str, self.plans)
         return "\n".join(lines)

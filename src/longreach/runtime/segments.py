@@ -51,7 +51,12 @@ class Segment:
                 raise InvalidInput(f"observers: expected configured methods that observe prompts, got {observer!r}")
 
     def check(self, model: ModelShape) -> None:
-        """Raise InvalidInput if an option of a method does not fit the model."""
+        """Raise InvalidInput if an option of a method does not fit the model.
+
+        A session whose model has `plans` has checked its methods itself.
+        """
+        if model.plans is not None:
+            return
         for method in (self.method, *self.observers):
             if isinstance(method, AttentionMethod):
                 _check_method(method, model)

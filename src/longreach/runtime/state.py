@@ -9,6 +9,7 @@ from torch import Tensor
 
 from longreach.cache import PerTokenState, SequenceState
 from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.automatic import AwaitsPlan
 from longreach.methods.base import PromptObserver
 from longreach.methods.call import LayerCall
 from longreach.ops import KVView
@@ -52,12 +53,21 @@ class StateStore:
                 call.shared[key] = method, call.rows.pos  # an id is unique while its object lives
         place = (method, call.layer)
         if place not in self._states:
-            with torch.inference_mode(False):  # it outlives the mode this pass runs in
-                state = method.new_state(call, self.slots)
-            if self.shared_pages:
-                _check_blocks(method, state, call.kv)
-            self._states[place] = state
+            self._states[place] = self._new(method, call)
+        waiting = self._states[place]
+        if isinstance(waiting, AwaitsPlan) and waiting.ready:
+            state = self._states[place] = self._new(method, call)
+            self._generation += waiting.generation
+            if state is not None:
+                state.kept(call.layer, call.kv)  # the keys that came before the plan
         return self._states[place]
+
+    def _new(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
+        with torch.inference_mode(False):  # it outlives the mode this pass runs in
+            state = method.new_state(call, self.slots)
+        if self.shared_pages:
+            _check_blocks(method, state, call.kv)
+        return state
 
     def of_model(self, name: Hashable, make: Callable[[], SequenceState]) -> SequenceState:
         """A state of the model itself rather than of a method, made by `make` when it is first asked for.

@@ -102,7 +102,7 @@ def test_plans_that_do_not_fit_are_refused_before_anything_is_attached(tmp_path:
         with pytest.raises(InvalidInput, match="is for a model, and this is another model: hash of the configuration"):
             longreach.attach(other, **options)
     with pytest.raises(InvalidInput, match="no kascade plan is shipped for this model"):
-        longreach.attach(other, decode=Kascade())
+        longreach.attach(other, decode=Kascade("none"))
     with longreach.attach(other) as session, pytest.raises(InvalidInput, match="another model"):
         session.switch(Kascade(plan))
     assert torch.equal(other.generate(tokens, max_new_tokens=3, do_sample=False), want)
@@ -119,12 +119,12 @@ def test_an_anchor_behind_a_window_is_named(tmp_path: Path) -> None:
 def test_a_plan_is_read_once_and_its_part_kept_with_the_cache(tmp_path: Path, monkeypatch: Any) -> None:
     model, plan = model_and_plan("llama", tmp_path)
     found = []
-    original = longreach.methods.kascade.method.find
-    monkeypatch.setattr("longreach.methods.kascade.method.find", lambda *a: found.append(a) or original(*a))
+    original = longreach.methods.kascade.method.plan_for
+    monkeypatch.setattr("longreach.methods.kascade.method.plan_for", lambda *a: found.append(a) or original(*a))
     with longreach.attach(model, decode=Kascade(plan)):
         before = len(found)
         model.generate(random_tokens(1, 20), max_new_tokens=5, do_sample=False)
-    assert len(found) - before == LAYERS + 1  # once a layer and once to check the passes' method, not once a step
+    assert len(found) - before == LAYERS  # once a layer, not once a step
 
 
 def test_the_report_tells_layers_apart(tmp_path: Path) -> None:

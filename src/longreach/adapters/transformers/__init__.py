@@ -2,6 +2,7 @@
 
 from longreach.adapters.transformers.answer_text import pieces
 from longreach.adapters.transformers.attach import Session, attach, check_host, detach
+from longreach.adapters.transformers.automatic_plans import planned_shape
 from longreach.adapters.transformers.checks import cache_windows, shape_of
 from longreach.adapters.transformers.chunking import Piece, Pieces, Splitter, split
 from longreach.adapters.transformers.dependence import DependenceMeter
@@ -74,6 +75,7 @@ __all__ = [
     "model_path",
     "pieces",
     "places",
+    "planned_shape",
     "prompts",
     "read_fused",
     "residuals",

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.attention import NAME
+from longreach.adapters.transformers.automatic_plans import PlanSession
 from longreach.adapters.transformers.checks import (
     cache_windows,
     check_chunks,
@@ -26,7 +27,6 @@ from longreach.adapters.transformers.checks import (
     check_model,
     check_pass,
     decoder_of,
-    shape_of,
     text_config,
 )
 from longreach.adapters.transformers.generate import (
@@ -134,7 +134,8 @@ class Session:
             )
         _check_model(model, decoder, prefill, decode)
         check_levels(model, evicts=evict is not None, prefill=prefill.name, decode=decode.name)
-        self._shape = shape_of(model)
+        self._plans = PlanSession(model, fused=fuse is not None)
+        self._shape = self._plans.shape
         for method in (prefill, decode):
             method.check(self._shape)
         if fuse is not None:
@@ -171,9 +172,11 @@ class Session:
         self._phases: PhaseTracker | None = None
         self._notes_rotary = False
         register()
-        self._undo: list[Callable[[], Any]] = [release]
+        self._undo: list[Callable[[], Any]] = [release, self._plans.close]
         try:
             self._install(decoder)
+            for method in (prefill, decode):
+                self._plans.add(method)
         except BaseException:
             self.close()
             raise
@@ -257,7 +260,7 @@ class Session:
                 f"report: {method!r} did not observe all prompts that were read, so the bytes it would have read are "
                 f"unknown; name it before prompts are read (attach, or session.prepare)"
             )
-        return replace(self.ledger.report(method), memory=self._memory)
+        return replace(self.ledger.report(method), memory=self._memory, plans=self._plans.reports())
 
     def reset_report(self) -> None:
         """Start counting from zero. A pass that is running is counted whole when it ends."""
@@ -282,8 +285,16 @@ class Session:
         chosen = [choose("decode", method) for method in decodes]
         for method in chosen:
             self._check_method(method)
+            self._plans.add(method)
         self.observers = tuple(dict.fromkeys(m for m in (*self.observers, *chosen) if m.observes_prompt))
         self._decodes = tuple(dict.fromkeys((*self._decodes, *chosen)))
+
+    def make_plans(self, cache: LongreachCache) -> None:
+        """Make the plans that methods of the session wait for, of the prompt that was read into this cache last.
+
+        Called before the first decode step and before keys are evicted; at other times it does nothing.
+        """
+        self._plans.make(cache, self.ledger)
 
     def _check_method(self, method: AttentionMethod) -> None:
         """Raise as `switch` if the model does not fit a decode method, and note the method's needs."""
@@ -410,6 +421,7 @@ class Session:
         phases = self._phases
         decoding = length == 1 and past > 0 if phases is None else phases.decoding(past, length)
         if decoding and cache is not None:
+            self.make_plans(cache)
             cache.check_observed(self.decode)
             cache.evict_prompt(room=0 if phases is None else max(0, phases.room - past))
         mask = given.get("attention_mask")
@@ -433,7 +445,7 @@ class Session:
             segment = Segment("decode", self.decode)
         else:
             evicting = () if cache is None or cache.eviction is None else (cache.eviction,)
-            segment = Segment("prefill", self.prefill, (*self.observers, *evicting))
+            segment = Segment("prefill", self.prefill, (*self.observers, *self._plans.observers, *evicting))
         return Pass(
             (segment,),
             self._shape,

@@ -116,6 +116,7 @@ class LongreachCache(Cache):
             None  # rows at the end of each prompt that vote; None: the method's own number
         )
         self._prompt_read = False  # rows of a prompt came since keys were evicted last
+        self.prompt_unplanned = False  # rows of a prompt came since plans were to be made of it last
 
     def reserve(self, new: Sequence[int], columns: int) -> None:
         """Make room at once for the new[b] tokens of a pass and `columns` more after it.
@@ -132,6 +133,7 @@ class LongreachCache(Cache):
         self.grow(step.width, step.column_mask())
         segment = step.layers.segments[0]
         self._prompt_read |= segment.phase == "prefill"
+        self.prompt_unplanned |= segment.phase == "prefill"
         self.mark_observed((segment.method,) if segment.phase == "decode" else segment.observers, before)
 
     def mark_observed(self, methods: Sequence[PromptObserver], before: Sequence[int]) -> None:
@@ -272,7 +274,7 @@ class LongreachCache(Cache):
         """Remove all tokens."""
         self.kv.reset(range(self.batch))
         self.real, self.columns, self.invalid = [], 0, None
-        self._prompt_read = False
+        self._prompt_read = self.prompt_unplanned = False
         self.evict_next(self._usual, 0)
 
     def abandon(self, step: Step) -> None:

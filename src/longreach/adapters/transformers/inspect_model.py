@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from longreach.adapters.transformers.automatic_plans import planned_shape
 from longreach.adapters.transformers.checks import (
     cache_windows,
     check_levels,
@@ -21,7 +22,7 @@ from longreach.errors import LongreachError, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape
 from longreach.methods.registry import METHODS, method_class
-from longreach.plans import KINDS, load, shipped
+from longreach.plans import KINDS, default_file
 
 CONFIG = "config.json"
 ELEMENT = 2  # bytes of a number of the cache in bf16 and fp16
@@ -35,7 +36,8 @@ class ModelFit:
     shape: None where the model is refused before it is known. windows: layer -> window, of layers with sliding windows.
     limit: the longest context in tokens that the configuration states, None if it states none.
     methods: attention method -> why it does not fit with its default options, None if it does.
-    plans: method -> the plan that is shipped for the model.
+    plans: method -> the plan that is shipped for the model. automatic: methods whose plan a session makes of its first
+    prompt, as none is shipped.
     """
 
     name: str
@@ -46,6 +48,7 @@ class ModelFit:
     limit: int | None
     methods: dict[str, str | None]
     plans: dict[str, str]
+    automatic: tuple[str, ...] = ()
 
     def kv_bytes(self, tokens: int, batch: int = 1, element: int = ELEMENT) -> int:
         """Bytes of keys and values of a context. Layers with a sliding window keep all tokens too."""
@@ -70,13 +73,12 @@ def inspect_model(model: str | Path) -> ModelFit:
         shape = shape_of(made)
     except LongreachError as error:
         return ModelFit(name, parameters, str(error), None, {}, None, {}, {})
-    methods = {known: _reason(made, decoder, method_class(known)(), shape) for known in METHODS}
-    plans = {
-        kind: path.stem for kind in KINDS for path in shipped(kind).values()
-        if load(path, kind).model.config == shape.config
-    }  # fmt: skip
+    planned = planned_shape(made)
+    methods = {known: _reason(made, decoder, method_class(known)(), planned) for known in METHODS}
+    automatic = tuple(known for known in METHODS if method_class(known)().plan_maker(planned) is not None)
+    plans = {kind: path.stem for kind in KINDS if (path := default_file(kind, shape)) is not None}
     limit = getattr(text_config(made), "max_position_embeddings", None)
-    return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans)
+    return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans, automatic)
 
 
 def without_weights(model: str | Path) -> PreTrainedModel:

@@ -129,6 +129,7 @@ class Reader:
                     found.append(F.cross_entropy(logits[at : at + len(these)].float(), these, reduction="none"))
                 progress(len(part))
         self.read_seconds += now(self.session.model) - started
+        self.session.make_plans(self.cache)
         return torch.cat(found)
 
     @contextmanager

@@ -58,7 +58,8 @@ def show(plan: Plan) -> None:
     )
     settings = ", ".join(f"{name} {value}" for name, value in made.settings.items())
     commit = f" ({made.commit[:12]}{'+dirty' * made.commit.endswith('+dirty')})" if made.commit else ""
-    out.print(f"made of {made.data}: {made.tokens} tokens (sha256 {made.sha256[:12]}); {settings}; seed {made.seed}; "
+    sha256 = f" (sha256 {made.sha256[:12]})" if made.sha256 else ""
+    out.print(f"made of {made.data}: {made.tokens} tokens{sha256}; {settings}; seed {made.seed}; "
               f"longreach {made.longreach}{commit}, torch {made.torch}, transformers {made.transformers}, "
               f"{made.device}")  # fmt: skip
     out.print()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +15,17 @@ from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.kascade.calibrate import TILE, K, TileSimilarity, block_tiles, change, tile_tokens
+from longreach.methods.kascade.calibrate import (
+    TILE,
+    K,
+    TileSimilarity,
+    block_tiles,
+    change,
+    pooled_over_tiles,
+    tile_tokens,
+)
 from longreach.methods.kascade.calibration_result import CalibrationResult
 from longreach.ops import KVView, Rows
-from longreach.ops.pooled_scores import pooled_scores
 
 
 class KascadeGather(Gather):
@@ -54,11 +62,8 @@ class KascadeGather(Gather):
         if self._windows[call.layer] is not None:
             return
         for rows, before in self._blocks:
-            tile = (call.rows.pos[rows].long() - before[0]) // self.tokens
-            scores = pooled_scores(
-                call.rows.take(rows), call.kv, scale=call.scale, softcap=call.softcap, lse=outcome.partial.lse[rows],
-                tile=tile, tiles=len(before),
-            )  # fmt: skip
+            some = replace(call, rows=call.rows.take(rows))
+            scores = pooled_over_tiles(some, outcome.partial.lse[rows], before, self.tokens)
             self._found.add(call.layer, scores[..., : self._last + 1], before)
 
     def _start(self, rows: Rows, kv: KVView) -> None:

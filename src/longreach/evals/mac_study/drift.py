@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import Advance, Answer, Reader, attach, check_length, shape_of, stop_tokens
+from longreach.adapters.transformers import (
+    Advance,
+    Answer,
+    Reader,
+    attach,
+    check_length,
+    planned_shape,
+    shape_of,
+    stop_tokens,
+)
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.evals.layers import LayerErrors
@@ -73,7 +82,7 @@ class Drift:
             raise InvalidInput(f"steps: expected at least 1, got {steps}")
         check_length(model, len(prompt), steps)
         for method in methods.values():
-            method.check(shape_of(model))
+            method.check(planned_shape(model))
         self.model, self.prompt, self.methods, self.steps, self.seed = model, prompt, methods, steps, seed
         self.stop = torch.tensor(stop_tokens(model, tokenizer), dtype=torch.int64, device=model.device)
         self.edges = sorted({steps * n // min(BINS, steps) for n in range(min(BINS, steps) + 1)})

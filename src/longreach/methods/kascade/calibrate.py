@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longreach.methods.call import LayerCall
 from longreach.ops import reference_chunks
+from longreach.ops.pooled_scores import pooled_scores
 
 K = 64  # keys of a tile; layers are compared by the weight on them
 TILE = 128  # query rows of a tile, the query heads of a KV head counted
@@ -90,6 +92,18 @@ def change(x: Tensor, out: Tensor) -> Tensor:
     """1 - cos(x, x + out) [R]: how much a layer's attention `out` [R, width] turns the residual stream x before it."""
     before = x.float()
     return 1 - torch.nn.functional.cosine_similarity(before, before + out.float(), dim=-1)
+
+
+def pooled_over_tiles(call: LayerCall, lse: Tensor, before: Tensor, tokens: int) -> Tensor:
+    """fp32 [t, G, n]: weights after the softmax, summed over the rows of each tile and the query heads of a KV head.
+
+    call: rows of one sequence, in neighbouring tiles of `tokens` tokens. lse: fp32 [R, H] of dense attention.
+    before: int [t], the keys before each tile. n: the view's capacity; slots past a tile's last row are 0.
+    """
+    tile = (call.rows.pos.long() - before[0]) // tokens
+    return pooled_scores(
+        call.rows, call.kv, scale=call.scale, softcap=call.softcap, lse=lse, tile=tile, tiles=len(before)
+    )
 
 
 MOST = 1 << 24  # pooled scores in memory at a time

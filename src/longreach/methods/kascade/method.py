@@ -26,6 +26,7 @@ from torch import Tensor
 
 from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
+from longreach.methods.automatic import AwaitsPlan, plan_for
 from longreach.methods.base import (
     AttentionMethod,
     Notes,
@@ -47,6 +48,7 @@ from longreach.methods.choosing import (
     sampling_bytes,
 )
 from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
+from longreach.methods.kascade.automatic import KascadeMaker
 from longreach.methods.kascade.budget import KeyBudget
 from longreach.methods.kascade.plan import KIND, KascadePlan
 from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, scored_rows, tiles_of
@@ -57,7 +59,7 @@ from longreach.ops import HeadShard, Lists, Logits, TileLists
 from longreach.ops.doors import EVERYTHING
 from longreach.ops.tile_lists import with_lists
 from longreach.ops.types import require
-from longreach.plans import find
+from longreach.plans import is_automatic
 
 
 class AnchorSelection(NamedTuple):
@@ -71,7 +73,9 @@ class AnchorSelection(NamedTuple):
 class Kascade(AttentionMethod):
     """Attention to top-k keys, chosen in the plan's anchor layers and reused in the others.
 
-    plan: path of a plan file, name of a shipped plan, or None for the shipped plan of the model.
+    plan: path of a plan file, or name of a shipped plan. None: the shipped plan of the model, else as "auto". "auto": a
+        plan that the session makes of its first prompt (`kascade.automatic`), or one kept in the user's cache folder
+        from before; until then the method attends densely. "none": the shipped plan of the model, or InvalidInput.
     k: keys a row attends to, its own included: a fraction of its context, but at least `min_keys`, or a count, which
         `min_keys` does not change.
     heads: "kv" chooses per KV head, and reuse layers take the lists of the heads that the plan's head map names. "all"
@@ -154,14 +158,25 @@ class Kascade(AttentionMethod):
         return KeyBudget(self.k, self.min_keys, self.dense_below, self.sinks, self.recent, self.heads == "all")
 
     def check(self, model: ModelShape) -> None:
-        KascadePlan.of(find(KIND, self.plan, model))
+        self.plan_of(model)
         check_layers_of("dense_layers", self.dense_layers, model.layers)
 
-    def new_state(self, call: LayerCall, slots: int) -> KascadeState:
+    def plan_of(self, model: ModelShape) -> KascadePlan | None:
+        """The plan for a model; None while the session has yet to make it. Raises InvalidInput as `plans.find`."""
+        found = plan_for(KIND, self.plan, model)
+        return None if found is None else KascadePlan.of(found)
+
+    def plan_maker(self, model: ModelShape) -> KascadeMaker | None:
+        return KascadeMaker(model.query_heads // model.kv_heads) if is_automatic(KIND, self.plan, model) else None
+
+    def new_state(self, call: LayerCall, slots: int) -> KascadeState | AwaitsPlan:
         if call.model is None:
             raise InvalidInput("LayerCall.model is required: Kascade looks up its plan by model")
+        plan = self.plan_of(call.model)
+        if plan is None:
+            return AwaitsPlan.of(KIND, call.model)
         role = role_of(
-            KascadePlan.of(find(KIND, self.plan, call.model)),
+            plan,
             call.layer,
             mapped=self.heads == "kv",
             dense_layers=self.dense_layers,
@@ -180,7 +195,9 @@ class Kascade(AttentionMethod):
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
         call.refuse_evicted(self)
-        mine = state if isinstance(state, KascadeState) else self.new_state(call, 1)
+        mine = state if isinstance(state, KascadeState | AwaitsPlan) else self.new_state(call, 1)
+        if isinstance(mine, AwaitsPlan):
+            return attend_densely(call, mine.reason)
         if mine.copy is not None and state is None and call.phase == "decode":
             raise InvalidInput("kascade: scoring='int8' decodes with a copy of all keys; pass the state that holds it")
         self.observe_prompt(call, mine)
@@ -195,7 +212,9 @@ class Kascade(AttentionMethod):
         return OTHER_KEYS
 
     def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
-        plan = KascadePlan.of(find(KIND, self.plan, model))
+        plan = self.plan_of(model)
+        if plan is None:
+            return super().whole_layers(model, dtype)
         anchors = plan.anchors if self.scoring == "exact" else plan.anchors[:1]  # others score their 8-bit copies
         return {*anchors, *self.dense_layers}
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longreach.cache import PerTokenState, SequenceState
 from longreach.errors import InvalidInput
+from longreach.methods.automatic import AwaitsPlan, plan_for
 from longreach.methods.base import AttentionMethod, Outcome, attend_densely, check_budget, check_plan_name, logits_bytes
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.choosing import (
@@ -22,11 +23,12 @@ from longreach.methods.choosing import (
     sampling_bytes,
 )
 from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
+from longreach.methods.loki.automatic import LokiMaker
 from longreach.methods.loki.plan import KIND, LokiPlan
 from longreach.ops import KVView, Rows
 from longreach.ops.project import pad_basis, project_keys
 from longreach.ops.types import require
-from longreach.plans import find
+from longreach.plans import is_automatic
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,9 @@ class Loki(AttentionMethod):
 
     k: the budget, a count of keys or a fraction of the row's context (the paper: 0.25).
     rank: directions, a count or a fraction of the head dim (0.25 is the paper's 32 of 128).
-    plan: a file or a shipped plan's name; None: the shipped plan of the model.
+    plan: a file or a shipped plan's name. None: the shipped plan of the model, else as "auto". "auto": a plan that the
+        session makes of its first prompt, or one kept in the user's cache folder from before; until then the method
+        attends densely. "none": the shipped plan of the model, or InvalidInput.
     dense_layers: layers that attend densely (the paper has none).
     choose: "top", or "sample": keys are drawn by their scores and weighted (`choosing.chosen_keys`).
     seed: of the draw.
@@ -82,15 +86,25 @@ class Loki(AttentionMethod):
     def check(self, model: ModelShape) -> None:
         check_layers_of("dense_layers", self.dense_layers, model.layers)
         self._directions(model.head_dim)
-        LokiPlan.of(find(KIND, self.plan, model))
+        self.plan_of(model)
 
-    def new_state(self, call: LayerCall, slots: int) -> Coordinates | None:
+    def plan_of(self, model: ModelShape) -> LokiPlan | None:
+        """The plan for a model; None while the session has yet to make it. Raises InvalidInput as `plans.find`."""
+        found = plan_for(KIND, self.plan, model)
+        return None if found is None else LokiPlan.of(found)
+
+    def plan_maker(self, model: ModelShape) -> LokiMaker | None:
+        return LokiMaker() if is_automatic(KIND, self.plan, model) else None
+
+    def new_state(self, call: LayerCall, slots: int) -> Coordinates | AwaitsPlan | None:
         if call.layer in self.dense_layers:
             return None
         if call.model is None:
             raise InvalidInput("LayerCall.model is required: Loki looks up its plan by model")
-        k = call.kv.k
-        basis = LokiPlan.of(find(KIND, self.plan, call.model)).basis[call.layer]
+        k, plan = call.kv.k, self.plan_of(call.model)
+        if plan is None:
+            return AwaitsPlan.of(KIND, call.model)
+        basis = plan.basis[call.layer]
         basis = basis if call.shard is None else call.shard.slice(basis)
         return Coordinates(call.kv, pad_basis(basis[..., : self._directions(k.shape[3])].to(k.device, k.dtype)))
 
@@ -100,6 +114,8 @@ class Loki(AttentionMethod):
             state.note(call.kv, call.rows.seq, call.rows.pos)
 
     def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        if isinstance(state, AwaitsPlan):
+            return attend_densely(call, state.reason)
         if not isinstance(state, Coordinates):
             return attend_densely(call, "in dense_layers")
         state.ensure_capacity(call.kv)

@@ -96,6 +96,7 @@ class DecodeRun:
         Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured); before the first token, as
         `LongreachCache.check_eviction`.
         """
+        self.session.make_plans(cache)
         started, early = now(self.session.model), cache.eviction_due
         try:
             if early:

@@ -1,0 +1,57 @@
+"""Plans that sessions made of their prompts, kept in the user's cache folder under the fingerprint of the weights.
+
+One file a model and kind, KIND-CONFIG-FINGERPRINT.json (first 12 and 16 hex digits), as `writing` describes it. The
+whole fingerprint is in the plan's settings: a renamed or copied file is not taken for a plan of other weights.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from longreach.errors import InvalidInput
+from longreach.plans.files import load
+from longreach.plans.plan import Plan, Shape
+
+FINGERPRINT = "fingerprint"  # among a plan's settings
+
+
+@dataclass(frozen=True)
+class Kept:
+    """plan: None if none fits. path: its place, also before it is there. ignored: files that do not fit, and why."""
+
+    plan: Plan | None
+    path: Path
+    ignored: tuple[str, ...] = ()
+
+
+def folder() -> Path:
+    """The folder of kept plans: longreach/plans in XDG_CACHE_HOME, else in ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "longreach" / "plans"
+
+
+def kept(kind: str, model: Shape, fingerprint: str) -> Kept:
+    """The kept plan of a model with these weights. Files that cannot be used are named, and never an error.
+
+    fingerprint: hex digits of all weights, as the adapter hashes them.
+    """
+    stem = f"{kind}-{model.config[:12]}-"
+    path, ignored = folder() / f"{stem}{fingerprint[:16]}.json", list[str]()
+    try:
+        others = sorted(other.name for other in path.parent.glob(f"{stem}*.json") if other != path)
+        here = path.is_file()
+    except OSError as error:
+        return Kept(None, path, (f"{path.parent} cannot be read: {error.strerror}",))
+    ignored += [f"{name} is of other weights of this configuration" for name in others]
+    if not here:
+        return Kept(None, path, tuple(ignored))
+    try:
+        plan = load(path, kind)
+        plan.check(model, path.name)
+    except InvalidInput as error:
+        return Kept(None, path, (*ignored, str(error)))
+    if plan.made.settings.get(FINGERPRINT) != fingerprint:
+        return Kept(None, path, (*ignored, f"{path.name} is of other weights: its fingerprint is another"))
+    return Kept(plan, path, tuple(ignored))
