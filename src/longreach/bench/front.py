@@ -43,7 +43,8 @@ METHODS = (
     Shown("streaming_llm", None, "[2309.17453](https://arxiv.org/abs/2309.17453)", "prefill, decode",
           "sinks and a recent window", "streaming_llm window=0.21367"),
     Shown("kascade", "docs/kascade/README.md", "[2512.16391](https://arxiv.org/abs/2512.16391)", "prefill, decode",
-          "all keys in a few anchor layers, the best 10% in the layers after them", "kascade"),
+          "all keys in a few anchor layers, the best 10% in the layers after them",
+          "kascade plan=benchmarks/plans/kascade-mini-0-4-8.json", "mini-kascade-anchors"),
     Shown("mac", "docs/mac/README.md", "[2604.00235](https://arxiv.org/abs/2604.00235)", "decode",
           "a ring of recent queries, and the keys since the nearest", "mac tau=0.75", "mini-mac-16384"),
     Shown("magicpig", "docs/magicpig/README.md", "[2410.16179](https://arxiv.org/abs/2410.16179)", "decode",
@@ -84,7 +85,7 @@ def score(results: Path, row: Shown) -> Score | None:
     if row.label is None or not paths:
         return None
     record = read(paths[0])
-    tasks = [task["results"] for task in record["tasks"].values()]
+    tasks = [task["results"] for task in record["tasks"].values() if task["length"] == LENGTH]
     if any(row.label not in task for task in tasks):
         return None
     found = [task[row.label] for task in tasks]
