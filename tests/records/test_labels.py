@@ -8,7 +8,7 @@ import pytest
 
 from longreach.evals.fusion import CONTROLS
 from longreach.methods.registry import EVICTIONS, FUSIONS, eviction_class, fusion_class
-from longreach.records.labels import plan_note, short_label
+from longreach.records.labels import default_note, short_label
 
 
 @pytest.mark.parametrize(
@@ -47,4 +47,12 @@ def test_no_option_of_fusion_is_one_of_eviction() -> None:
     ],
 )
 def test_records_of_the_plan_of_two_anchors_say_so(model: Any, method: Any, note: str) -> None:
-    assert plan_note({"model": model, "methods": {"x": method}}, "x") == note
+    assert default_note({"model": model, "methods": {"x": method}}, "x") == note
+
+
+@pytest.mark.parametrize(
+    ("label", "tau", "note"), [("mac", 0.45, "tau 0.45"), ("mac tau=0.45", 0.45, ""), ("mac", 0.75, "")]
+)
+def test_records_of_the_old_threshold_say_so(label: str, tau: float, note: str) -> None:
+    record = {"model": {"name": "any", "plans": {}}, "methods": {label: {"decode": {"name": "mac", "tau": tau}}}}
+    assert default_note(record, label) == note

@@ -10,7 +10,7 @@ from typing import Any
 
 from longreach.bench.case import STEPS
 from longreach.bench.record import read as read_cases
-from longreach.records.labels import plan_note
+from longreach.records.labels import default_note
 from longreach.records.record import read
 from longreach.records.report.plots.scatter import Point, PointPanel, points
 
@@ -68,7 +68,7 @@ METHODS = (
 class Score:
     """Mean over tasks, its 95% interval (roughly: the mean of the tasks' intervals), and bytes over dense's.
 
-    dense: the mean of dense attention in the same record. note: about the plan (`plan_note`), with a comma before it.
+    dense: the mean of dense attention in the same record. note: a default of its time (`default_note`).
     """
 
     mean: float
@@ -92,7 +92,7 @@ def score(results: Path, row: Shown) -> Score | None:
     bounds = [fmean(one["interval_95"][end] for one in found) for end in (0, 1)]
     reads = fmean(one["decode_reads"]["total"] for one in found)
     mean, dense = (fmean(one["score"] for one in some) for some in (found, [task[DENSE] for task in tasks]))
-    note = plan_note(record, row.label)
+    note = default_note(record, row.label)
     return Score(mean, dense, bounds[0], bounds[1], reads, f", {note}" if note else "")
 
 

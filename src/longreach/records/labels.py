@@ -12,16 +12,22 @@ SLOTS = re.compile(r"(?<= )(?:fuse[=.]|evict\.)")
 
 
 TWO_ANCHORS = "two anchors"
+OLD_TAU = 0.45
 
 
-def plan_note(record: Mapping[str, Any], label: str) -> str:
-    """TWO_ANCHORS where a method has longreach-mini's default plan for Kascade in a record without `model.plans`: such
-    records are older than the default plan of three anchors. Else ""."""
+def default_note(record: Mapping[str, Any], label: str) -> str:
+    """What was the default when a record was made and is not now, for a method that has it. Else "".
+
+    TWO_ANCHORS: longreach-mini's plan for Kascade, in records without `model.plans`. "tau 0.45": MAC's threshold.
+    """
     model, methods = record["model"], record["methods"][label]
+    used = [methods.get(slot, {}) for slot in ("prefill", "decode")]
     old = model["name"] == "longreach-mini" and "plans" not in model
-    used = (methods.get(slot, {}) for slot in ("prefill", "decode"))
-    named = any(method.get("name") == "kascade" and method.get("plan") is None for method in used)
-    return TWO_ANCHORS if old and named else ""
+    if old and any(method.get("name") == "kascade" and method.get("plan") is None for method in used):
+        return TWO_ANCHORS
+    if "tau=" not in label and any(method.get("name") == "mac" and method.get("tau") == OLD_TAU for method in used):
+        return f"tau {OLD_TAU}"
+    return ""
 
 
 def short_label(label: str) -> str:

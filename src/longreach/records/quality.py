@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from longreach.records.labels import BEHIND, plan_note, short_label
+from longreach.records.labels import BEHIND, default_note, short_label
 from longreach.records.record import files, read
 
 LOST = 0.1  # with all scores below it, a task does not distinguish methods
@@ -119,7 +119,7 @@ def _fused_table(path: Path, record: dict[str, Any]) -> str:
 
 def _named(record: dict[str, Any], label: str, short: str | None = None) -> str:
     """A method in a table's head or first column."""
-    note = plan_note(record, label)
+    note = default_note(record, label)
     return f"`{short or label}`{f' ({note})' if note else ''}"
 
 
