@@ -13,6 +13,7 @@ from torch import Tensor
 
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.compile import compiled_parts, experts_on_device
+from longreach.adapters.transformers.loop.model_state import model_state
 from longreach.adapters.transformers.loop.pieces import Pieces, cuda_graphs
 from longreach.adapters.transformers.loop.sampling import Ends, greedy
 from longreach.adapters.transformers.oom import memory_errors
@@ -59,13 +60,13 @@ class Decoder:
         self.counted: tuple[HostCount, ...] = ()
         self.warm = 0
         self.capture_seconds = 0.0
-        self.weights = weights_of(session.model)
+        self.state = model_state(session.model)
         self._recorded: Step | None = None  # the step that the pieces' host work belongs to
 
     @property
     def usable(self) -> bool:
-        """Whether memory and weights are where they were when the step was made."""
-        return self.steps.valid and self.weights == weights_of(self.session.model)
+        """Whether memory is where it was, and the model as it was but for values of weights, when the step was made."""
+        return self.steps.valid and self.state == model_state(self.session.model)
 
     @contextlib.contextmanager
     def run(self, ends: Ends, room: int) -> Iterator[None]:
@@ -241,11 +242,6 @@ class Decoder:
 def vocabulary_of(model: Any) -> int:
     """Entries of the model's logits."""
     return model.get_output_embeddings().weight.shape[0]
-
-
-def weights_of(model: Any) -> int:
-    """Changes when a parameter moves: a captured step has read where it lay."""
-    return hash((model.training, *(p.data_ptr() for p in model.parameters())))
 
 
 def _first_line(error: BaseException) -> str:
