@@ -7,11 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from longreach.adapters.transformers import attach, residuals
 from longreach.adapters.transformers.checks import decoder_of
 from longreach.errors import Unsupported
-from longreach.testing.tiny import FAMILIES, tiny_model
+from longreach.testing.tiny import FAMILIES, VOCABULARY, from_config, tiny_model
 
 IDS = torch.arange(14).reshape(2, 7) * 3 % 200
 NEXT = {"gemma2": "pre_feedforward_layernorm"}  # the norm that the stream goes through next; else:
@@ -79,3 +80,19 @@ def test_a_model_without_layers_is_refused() -> None:
     with pytest.raises(Unsupported, match="stands in no layer of its own"), residuals(model, lambda *_: None):
         raise AssertionError
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_module_that_wraps_norms_around_attention_is_not_attention() -> None:
+    """DBRX: attention and its norms stand in a module whose name holds "Attention" too."""
+    attention = {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}
+    experts = {"ffn_hidden_size": 96, "moe_num_experts": 2, "moe_top_k": 1}
+    model = from_config(AutoConfig.for_model(
+        "dbrx", d_model=64, n_heads=4, n_layers=2, max_seq_len=512, vocab_size=VOCABULARY, attn_config=attention,
+        ffn_config=experts,
+    ))  # fmt: skip
+    after = dict[int, Tensor]()
+    for layer, block in enumerate(model.get_decoder().blocks):
+        block.norm_attn_norm.register_forward_hook(lambda m, a, out, layer=layer: after.__setitem__(layer, out[0]))
+    found = seen(model)
+    assert sorted(found) == sorted(after) == [0, 1]
+    assert all(torch.allclose(x + out, after[layer], atol=1e-6) for layer, (x, out) in found.items())
