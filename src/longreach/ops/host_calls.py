@@ -88,6 +88,10 @@ class HostCalls:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(int(kept.ctypes.data))
         self.check()
 
+    def clear(self) -> None:
+        """Forget errors of calls so far."""
+        self._status[0] = 0
+
     def check(self) -> None:
         """Raise HostCallFailed if a call has failed since the last check. Waits for calls under way if one has."""
         code = int(self._status[0])
