@@ -99,6 +99,7 @@ def test_the_faster_way_is_used_and_its_measurement_leaves_no_trace(
     report = session.report()
     assert torch.equal(got.sequences, plain.sequences) and ways == ["link", "cpu"]
     assert [(x.rows, x.bytes_read) for x in report.layers] == before
+    assert report.memory is not None and report.memory.cpu_layers == (1,) and report.memory.calls_bytes
     assert report.memory is not None and report.memory.attend == HostAttend("cpu", 2.0, 1.0) and by_cpu(session)
     assert session.static_caches[1].kv.attend == HostAttend(), "the choice is for the answer alone"
     session.reset_report()

@@ -94,6 +94,7 @@ class Decoder:
                 cause = cause.__context__
             if cause is None:
                 self._check_calls(wait=True)
+                self.session.note_calls(self.cache)
             else:  # an error of the reader, which closes the answer
                 self._clear_calls(wait=True)
             raise
@@ -101,6 +102,7 @@ class Decoder:
             self._clear_calls(wait=True)
             raise
         self._check_calls(wait=True)
+        self.session.note_calls(self.cache)
         self.steps.close()
         self.cache.mark_observed((self.method,), before)
 
