@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longreach.ops.numba_host_inputs import kind_of, refuse_gradients, run_program, send_entries
+from longreach.ops.numba_host_inputs import kind_of, run_program, send_entries
 from longreach.ops.simhash.attention import HEADS, NUMBERS, look_up_bytes
 from longreach.ops.simhash.numba import law
 from longreach.ops.simhash.numba_host_kernels import JOB, program_for, work_bytes
@@ -24,7 +24,6 @@ def attend_sampled(
 ) -> tuple[Partial, None, Tensor]:  # fmt: skip
     calls = kv.calls
     assert calls is not None
-    refuse_gradients("attend_sampled", rows, kv, projections, centre)
     count, heads, dim = rows.q.shape
     group, device = kv.group(rows), rows.q.device
     out, lse = torch.empty(count, heads, dim, device=device), torch.empty(count, heads, device=device)

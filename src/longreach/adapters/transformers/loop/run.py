@@ -117,9 +117,11 @@ class DecodeRun:
             started += now(self.session.model) - paused
             paused = now(self.session.model)
             make = self._decoder_of(cache)
+            chosen_before = len(cache.attends)
             with contextlib.ExitStack() as run:
                 run.enter_context(host_attend(self.session, cache, self.new, chosen, make, capture=self._capture))
-                self.setup_seconds += now(self.session.model) - paused
+                if len(cache.attends) > chosen_before:  # steps were measured
+                    self.setup_seconds += now(self.session.model) - paused
                 decoder = self._decoder = make()
                 run.enter_context(decoder.run(self.ends, self.new - 1))
                 decoder.take(chosen)
