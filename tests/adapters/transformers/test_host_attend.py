@@ -67,9 +67,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Times], list[str]]:
             assert list(decoder.cache.decoders.values()) == [decoder], "the step before it was dropped"
             with decoder.run(Ends((), 0), NEEDED):
                 decoder.take(tokens)
-                for _ in range(NEEDED):
-                    decoder.step(capture=False)
                 found = times[ways[-1]]
+                for _ in range(NEEDED if isinstance(found, float | HostCallFailed) else 0):
+                    decoder.step(capture=False)
                 if isinstance(found, BaseException):
                     decoder.cache.kv.calls._status[0] = 2
                     raise found
@@ -192,6 +192,23 @@ def test_what_the_cpu_does_not_take_needs_no_warning_and_the_links_errors_are_ra
     session.static_caches.clear()
     measured({"link": CapacityError("full"), "cpu": 1.0})
     with pytest.raises(CapacityError, match="full"):
+        generate(session, prompt(), max_new_tokens=LEAST)
+
+
+def test_a_cache_that_cannot_be_rolled_back_ends_the_answer(
+    session: Session, measured: Callable[[Times], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its columns are not those of the answer, so the link cannot go on."""
+    measured({"link": 2.0, "cpu": OSError("no thread")})
+    plain = LongreachCache._roll_back
+
+    def broken(cache: LongreachCache, *given: Any) -> None:
+        if cache.kv.attend.by == "cpu":
+            raise Unsupported("state cannot be cut")
+        plain(cache, *given)
+
+    monkeypatch.setattr(LongreachCache, "_roll_back", broken)
+    with pytest.warns(UserWarning, match="no thread"), pytest.raises(Unsupported, match="state cannot be cut"):
         generate(session, prompt(), max_new_tokens=LEAST)
 
 

@@ -93,16 +93,19 @@ def _measured(session: Session, cache: LongreachCache, tokens: Tensor, make: Cal
     try:
         for way in (HostAttend("link"), HostAttend("cpu")):
             cache.kv.attend, cache.decoders, session.ledger = way, {}, Ledger()
-            try:
-                with cache.rollback():
+            why, invalid = None, cache.invalid
+            with cache.rollback():  # whose own errors end the answer
+                try:
                     milliseconds[way.by] = _milliseconds(make(), tokens)
-            except FAILURES as error:
-                if way.by == "link":
-                    raise
+                except FAILURES as error:
+                    if way.by == "link":
+                        raise
+                    why = f"the CPU cannot: {type(error).__name__}: {error}"
+                    if not isinstance(error, Unsupported):
+                        warnings.warn(f"keys in host memory are read over the link; {why}", stacklevel=2)
+            if why is not None:
                 cache.kv.calls.clear()
-                why = f"the CPU cannot: {type(error).__name__}: {error}"
-                if not isinstance(error, Unsupported):
-                    warnings.warn(f"keys in host memory are read over the link; {why}", stacklevel=2)
+                cache.invalid = invalid  # the failed step could not be undone alone, but was rolled back
                 return HostAttend(why=why)
     finally:
         session.ledger, session.on_layer = ledger, hook
@@ -126,5 +129,5 @@ def _milliseconds(decoder: Decoder, tokens: Tensor) -> float:
             marks[-1].record()
             torch.cuda.synchronize(decoder.token.device)
     finally:
-        decoder.graph = decoder.logits = None  # its memory goes before another graph is captured
+        decoder.graph = decoder.logits = decoder._recorded = None  # its memory goes before another graph is captured
     return median(a.elapsed_time(b) for a, b in pairwise(marks))
