@@ -217,8 +217,8 @@ def tell_compiled(config: CacheConfig, device: torch.device, new: int) -> None:
     used = config.host_attend == "cpu" or (config.host_attend == "auto" and new >= LEAST)
     if config.host and used and device.type == "cuda" and has_numba():
         print(
-            "longreach: the first answer compiles attention on the CPU, for up to half a minute; --host-attend link "
-            "does without",
+            "longreach: the first answer on a machine compiles attention on the CPU, for up to a minute; --host-attend "
+            "link does without",
             file=sys.stderr,
         )
 
