@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import mmap
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -65,6 +67,18 @@ def test_memory_is_zero_and_begins_at_a_huge_page(dtype: torch.dtype) -> None:
     assert x.data_ptr() % host.HUGE_PAGE == 0 and not x.any()
     x[2, 1, 699] = 7
     assert x.sum() == 7 * 8
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_reads_memory_that_is_not_pinned() -> None:
+    x = allocate((1, 1, 4, 4), torch.float32, CPU)
+    x[0, 0, 1, 2] = 7
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of threads that the child lacks; it needs none
+        child = os.fork()
+    if not child:
+        os._exit(int(x[0, 0, 1, 2]))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
 def test_memory_goes_with_the_last_tensor(cuda: Callable[[int], FakeRuntime]) -> None:

@@ -207,6 +207,27 @@ def test_growth_that_fails_half_way_loses_nothing(fails_at: int, monkeypatch: py
     assert same(held(host, 0), joined(want[0], more[0]))
 
 
+def test_growth_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layers that must leave device memory go before the others grow."""
+    layers, limit = 8, 10 * LAYER
+    cache = KVCache(layers, SLOTS, CacheConfig(host=True, device_bytes=limit))
+    first = fill(cache, [0, 1, 2], [200, 30, 1])
+    assert not cache.in_host
+    plain, used = cache._empty, list[int]()
+
+    def watched(layer: int, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
+        made = plain(layer, *given)  # type: ignore[arg-type]
+        new = 0 if layer in cache._tiers.host else sum(x.nbytes for x in made)
+        used.append(new + cache.memory_use.device_bytes)
+        return made
+
+    monkeypatch.setattr(cache, "_empty", watched)
+    more = fill(cache, [0], [200])
+    assert cache.memory_use.device_layers == (0, 1, 2) and len(used) == layers
+    assert max(used) <= limit
+    assert same(held(cache, 0), joined(first[0], more[0])) and same(held(cache, 1), first[1])
+
+
 @pytest.mark.parametrize("fails_at", [1, 2, 5])
 def test_a_first_pass_that_finds_no_memory_gives_all_back(fails_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     host, _ = caches()

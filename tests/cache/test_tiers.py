@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longreach.cache import CacheConfig, HostAttend, MemoryUse
+from longreach.cache import CacheConfig, HostAttend, KVCache, MemoryUse
 from longreach.cache import tiers as tiers_module
 from longreach.cache.tiers import Tiers
 from longreach.errors import CapacityError, InvalidInput, Unsupported
@@ -71,6 +71,26 @@ def test_other_devices_are_refused() -> None:
         Tiers(CacheConfig(host=True), 2, (), torch.device("meta"))
 
 
+def test_attention_by_the_cpu_is_for_a_gpu() -> None:
+    with pytest.raises(Unsupported, match="host_attend='cpu': expected a cache on a cuda device, got cpu"):
+        KVCache(1, 1, CacheConfig(host=True, host_attend="cpu"))
+
+
+def test_buffers_of_the_cpu_count_and_name_their_purpose(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = KVCache(1, 1, CacheConfig(host=True))
+    cache.calls.buffer("q", (3, 5), torch.float32)
+    cache.calls.buffer("q", (3, 5), torch.float32)
+    cache.calls.buffer("none", (0, 4), torch.int32)
+    assert cache.memory_use.calls_bytes == cache.calls.nbytes == 4 * 15 + 4 * 4
+
+    def full(*given: object, **options: object) -> None:
+        raise OSError("no memory")
+
+    monkeypatch.setattr("longreach.cache.host.mmap.mmap", full)
+    with pytest.raises(CapacityError, match=r"for attention on the CPU \(no memory\).*host_attend='link'"):
+        cache.calls.buffer("k", (3, 5), torch.float32)
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -95,9 +115,18 @@ def test_memory_in_words_and_as_json() -> None:
     assert use.to_json() == {
         "host_layers": [1, 2], "device_layers": [0], "host_bytes": 3 << 30, "device_bytes": 1 << 20,
         "staging_bytes": 2 << 20, "attend": {"by": "link", "link_ms": None, "cpu_ms": None, "why": None},
+        "cpu_layers": [], "calls_bytes": 0,
     }  # fmt: skip
-    chosen = replace(use, attend=HostAttend("cpu", 3.456, 1.2))
+    chosen = replace(use, attend=HostAttend("cpu", 3.456, 1.2), cpu_layers=(1, 2), calls_bytes=3 << 20)
     told = "in host memory, where the CPU attends to them (a step took 3.46 ms over the link, 1.20 ms by the CPU); 1 "
     assert told in str(chosen)
+    assert str(chosen).endswith("more of it; the CPU's buffers take 3.00 MiB more of host memory")
+    some = "where the CPU attends to 1 of them and the GPU reads the others over the link (a step took"
+    assert some in str(replace(chosen, cpu_layers=(2,)))
+    none = "in host memory, read over the link (no decode step was computed by the CPU); 1 layer"
+    assert none in str(replace(use, attend=HostAttend("cpu")))
+    for nothing in (replace(use, attend=None), replace(chosen, host_layers=(), cpu_layers=())):
+        assert "in host memory; 1 layer" in str(nothing)
+    assert replace(use, attend=None).to_json()["attend"] is None
     unknown = replace(use, attend=HostAttend(why="not measured, as 3 tokens are few"))
     assert "read over the link (not measured, as 3 tokens are few); 1 layer" in str(unknown)

@@ -8,8 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from longreach.cli.common import byte_size, parse_settings, read_document
+from longreach.cache import CacheConfig
+from longreach.cli.common import byte_size, parse_settings, read_document, tell_compiled
 from longreach.errors import InvalidInput, UnknownName
 
 SLOTS = ("prefill", "decode")
@@ -92,3 +94,20 @@ def test_sizes(text: str, bytes_: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="such as 500MB or 2GiB"):
         byte_size(text)
+
+
+@pytest.mark.parametrize(
+    "attend, device, new, told",
+    [
+        ("cpu", "cuda", 3, True), ("auto", "cuda", 64, True), ("auto", "cuda", 63, False), ("link", "cuda", 99, False),
+        ("auto", "cpu", 99, False),
+    ],
+)  # fmt: skip
+def test_compiling_for_the_cpu_is_told(
+    attend: str, device: str, new: int, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longreach.ops.impl.has_numba", lambda: True)
+    tell_compiled(CacheConfig(host=True, host_attend=attend), torch.device(device), new)  # type: ignore[arg-type]
+    assert ("compiles attention on the CPU" in capsys.readouterr().err) == told
+    tell_compiled(CacheConfig(), torch.device("cuda"), 99)
+    assert not capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_the_summary_says_where_keys_and_values_lie(longreach: Any, tiny: Path, 
     assert "2 layers (" in said and "Read 100.0% in prefill (dense)" in said
     chunks = longreach(*run(tiny, document, *QUEST, "--host", text="--documents"))
     said = " ".join(chunks.err.split())
-    assert chunks.code == 0 and "Keys and values: 1 layer (" in said and "in host memory, read over the link" in said
+    assert chunks.code == 0 and "Keys and values: 1 layer (" in said and "in host memory; 1 layer" in said
 
 
 def test_dense_attention_over_the_link_is_warned_of(longreach: Any, tiny: Path, document: Path) -> None:

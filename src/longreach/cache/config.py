@@ -26,7 +26,7 @@ class CacheConfig:
         as one layer. Keys cannot be evicted. On a CPU layers are divided in the same way, in ordinary memory.
     host_attend: with host: who computes a decode step's attention to layers in host memory. "link": the GPU, which
         reads chosen keys over the link. "cpu": the CPU, within the step; it needs a CUDA device and Numba. "auto": the
-        faster one, measured before the first captured step; "link" for steps that are not captured.
+        faster one, measured before an answer of at least 64 tokens; "link" for steps that are not captured.
     device_bytes: with host: the most GPU memory for keys, values and staging. As many layers as fit stay in GPU memory;
         those that are read whole go first. None: only those that are read whole stay there.
     """

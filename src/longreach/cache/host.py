@@ -12,6 +12,7 @@ import math
 import mmap
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,27 @@ REMEDY = (
 )
 
 
-def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+@dataclass(frozen=True)
+class Purpose:
+    """Why host memory is taken, and what to do if there is too little, for error messages."""
+
+    name: str
+    remedy: str
+
+
+KEYS = Purpose("keys and values", REMEDY)
+
+
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device, purpose: Purpose = KEYS) -> Tensor:
     """Zeros [shape] on `device` that lie in host memory; on a CPU plain memory. Freed with the last tensor on it.
 
     Raises CapacityError if there is no such memory or it cannot be pinned, Unsupported if the device cannot read it in
     place. Nothing stays allocated then.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    memory = _touched(nbytes)
+    memory = _touched(nbytes, purpose, forked=device.type != "cuda")
     if device.type == "cuda":
-        memory = _on_device(memory, device)
+        memory = _on_device(memory, device, purpose)
     return memory.view(dtype).view(*shape)
 
 
@@ -94,15 +106,18 @@ def gib(nbytes: int) -> str:
     return f"{nbytes / unit:.2f} {name}"
 
 
-def _touched(nbytes: int) -> Tensor:
-    """uint8 [nbytes] of private anonymous memory, aligned to huge pages and backed by physical memory."""
+def _touched(nbytes: int, purpose: Purpose = KEYS, *, forked: bool = False) -> Tensor:
+    """uint8 [nbytes] of private anonymous memory, aligned to huge pages and backed by physical memory.
+
+    forked: whether processes forked from this one have it too. They must not copy pages that are pinned.
+    """
     try:  # private, as the system gives shared memory no huge pages
         block = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise CapacityError(
-            f"the system gave no {gib(nbytes)} of host memory for keys and values ({error}); {_free()}. {REMEDY}"
+            f"the system gave no {gib(nbytes)} of host memory for {purpose.name} ({error}); {_free()}. {purpose.remedy}"
         ) from error
-    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):  # large pages, which processes forked from this one do not copy
+    for advice in ("MADV_HUGEPAGE", *(() if forked else ("MADV_DONTFORK",))):
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):  # a kernel that lacks it refuses; the memory is as good without
                 block.madvise(getattr(mmap, advice))
@@ -113,9 +128,9 @@ def _touched(nbytes: int) -> Tensor:
     return memory
 
 
-def _on_device(memory: Tensor, device: torch.device) -> Tensor:
+def _on_device(memory: Tensor, device: torch.device, purpose: Purpose) -> Tensor:
     """The same bytes as a tensor on a GPU, at the same address."""
-    view = torch.as_tensor(Registered(memory, device), device=device)
+    view = torch.as_tensor(Registered(memory, device, purpose), device=device)
     if view.data_ptr() != memory.data_ptr():
         raise Unsupported(
             f"{device} cannot read host memory in place: torch made a copy; keep keys and values in GPU memory "
@@ -130,7 +145,7 @@ class Registered:
     memory: uint8 [n] on the host, which this keeps alive. Raises CapacityError if CUDA cannot pin it.
     """
 
-    def __init__(self, memory: Tensor, device: torch.device):
+    def __init__(self, memory: Tensor, device: torch.device, purpose: Purpose = KEYS):
         _release_waiting()
         address, nbytes, cudart = memory.data_ptr(), memory.numel(), torch.cuda.cudart()
         with torch.cuda.device(device):
@@ -138,8 +153,8 @@ class Registered:
         if int(code) != 0:
             _forget_error(device)
             raise CapacityError(
-                f"{gib(nbytes)} of host memory for keys and values could not be pinned (cudaHostRegister: "
-                f"{cudart.cudaGetErrorString(code)}); {_free()}. {REMEDY}"
+                f"{gib(nbytes)} of host memory for {purpose.name} could not be pinned (cudaHostRegister: "
+                f"{cudart.cudaGetErrorString(code)}); {_free()}. {purpose.remedy}"
             )
         # bytes, as the interface has no bfloat16
         self.__cuda_array_interface__: dict[str, Any] = {

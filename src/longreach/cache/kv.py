@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -37,7 +38,7 @@ from longreach.cache.layouts import Layouts
 from longreach.cache.placing import placements
 from longreach.cache.staging import Pair, Staging
 from longreach.cache.state import SequenceState, StatelessOnTruncate
-from longreach.cache.tiers import STAGING, HostAttend, MemoryUse, Tiers
+from longreach.cache.tiers import CPU_ATTENDS, STAGING, HostAttend, MemoryUse, Tiers, check_attend
 from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.append import append
 from longreach.ops.host_calls import HostCalls
@@ -53,8 +54,8 @@ class KVCache:
 
     lengths: tokens of each sequence, which is the position of the next one. state: reset and truncated with the
     sequences. layouts: slots and pages of each layer. in_host: layers whose keys and values lie in host memory.
-    attend: who computes a decode step's attention to them; views that are made later follow it. calls: those of the
-    CPU, with the memory that they use, which captured steps need as long as they exist.
+    attend: who computes a decode step's attention to them; views that are made later follow it. calls: by which the
+    CPU computes it, with the memory that they use. Captured steps need it as long as they exist.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class KVCache:
         self.in_host = set[int]()
         self._tiers = Tiers(self.config, layers, resident, self.device)
         self._staging = Staging(self.device)
-        self.calls = HostCalls(self.device, allocate)
+        check_attend(self.config, self.device)
+        self.calls = HostCalls(self.device, partial(allocate, purpose=CPU_ATTENDS))
         self.attend = HostAttend("cpu") if self.config.host_attend == "cpu" else HostAttend()
         self._moves = 0
         self._evicted = False  # whether some layer's memory was shrunk
@@ -338,7 +340,8 @@ class KVCache:
         device = tuple(layer for layer, held in enumerate(self.memory) if held and layer not in self.in_host)
         largest = max((each[layer] for layer in host), default=0)
         sizes = (sum(each[n] for n in host), sum(each[n] for n in device), STAGING * largest)
-        return MemoryUse(host, device, *sizes, self.attend)
+        attend = None if self.device.type == "cpu" and self.attend == HostAttend() else self.attend
+        return MemoryUse(host, device, *sizes, attend, calls_bytes=self.calls.nbytes)
 
     @property
     def page(self) -> int | None:
@@ -489,6 +492,7 @@ class KVCache:
     def _grow(self, layout: Layout, size: int, total: int) -> None:
         """Move the layers of a layout to larger pages or more of them, one by one: each old one goes before the next.
 
+        Those that leave device memory go first: the others grow into their room, within `device_bytes`.
         An allocation that fails leaves the layers before it larger than their layout, which holds no less.
         """
 
@@ -498,7 +502,8 @@ class KVCache:
                 y[: x.shape[0], :, : x.shape[2]] = x
             return new
 
-        for layer in range(len(self.memory)):
+        leaving = self._tiers.host - self.in_host
+        for layer in sorted(range(len(self.memory)), key=lambda layer: (layer not in leaving, layer)):
             held = self.memory[layer]
             if held and self.layouts[layer] is layout and (held[0].shape[0] < total or held[0].shape[2] < size):
                 with torch.inference_mode(False), torch.no_grad():

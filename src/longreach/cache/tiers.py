@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from longreach.cache.config import CacheConfig
-from longreach.cache.host import allocate, check_available, gib
+from longreach.cache.host import Purpose, allocate, check_available, gib
 from longreach.cache.host_pool import HostPool
 from longreach.errors import CapacityError, Unsupported
 
+CPU_ATTENDS = Purpose("attention on the CPU", "Lower the batch, or use CacheConfig(host_attend='link') (--host-attend)")
 STAGING = 2  # buffers, of one layer each: one is read while the other is filled
 
 
@@ -31,20 +32,20 @@ class HostAttend:
     why: str | None = None
 
     def __str__(self) -> str:
-        who = "read over the link" if self.by == "link" else "where the CPU attends to them"
+        """How it was chosen; empty if that was by the user."""
         if self.link_ms is None or self.cpu_ms is None:
-            return who if self.why is None else f"{who} ({self.why})"
-        return f"{who} (a step took {self.link_ms:.2f} ms over the link, {self.cpu_ms:.2f} ms by the CPU)"
+            return self.why or ""
+        return f"a step took {self.link_ms:.2f} ms over the link, {self.cpu_ms:.2f} ms by the CPU"
 
 
 @dataclass(frozen=True)
 class MemoryUse:
     """Where keys and values lie. Bytes are those allocated.
 
-    host_layers: in host memory, which a decode step reads over the link; device_layers: in the device's memory.
-    attend: who computes attention to layers in host memory.
-    staging_bytes: of the device's memory that a pass over a prompt takes in addition, to read the layers in host
-    memory.
+    host_layers: in host memory; device_layers: in the device's memory. attend: who is to compute a decode step's
+    attention to layers in host memory; None on a CPU. cpu_layers: of host_layers, those that the CPU attended to for a
+    GPU. staging_bytes: of the device's memory that a pass over a prompt takes in addition, to read the layers in host
+    memory. calls_bytes: of pinned host memory that attention on the CPU takes in addition.
     """
 
     host_layers: tuple[int, ...]
@@ -52,17 +53,43 @@ class MemoryUse:
     host_bytes: int
     device_bytes: int
     staging_bytes: int
-    attend: HostAttend = HostAttend()
+    attend: HostAttend | None = HostAttend()
+    cpu_layers: tuple[int, ...] = ()
+    calls_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         found = {name: list(x) if isinstance(x, tuple) else x for name, x in self.__dict__.items()}
-        return {**found, "attend": asdict(self.attend)}
+        return {**found, "attend": None if self.attend is None else asdict(self.attend)}
 
     def __str__(self) -> str:
+        buffers = f"; the CPU's buffers take {gib(self.calls_bytes)} more of host memory" if self.calls_bytes else ""
         return (
-            f"keys and values: {_layers(self.host_layers)} ({gib(self.host_bytes)}) in host memory, {self.attend}; "
+            f"keys and values: {_layers(self.host_layers)} ({gib(self.host_bytes)}) in host memory{self._way()}; "
             f"{_layers(self.device_layers)} ({gib(self.device_bytes)}) in device memory; prompts are staged "
-            f"through {gib(self.staging_bytes)} more of it"
+            f"through {gib(self.staging_bytes)} more of it{buffers}"
+        )
+
+    def _way(self) -> str:
+        """Who attended to the layers in host memory."""
+        if self.attend is None or not self.host_layers:
+            return ""
+        why = str(self.attend)
+        if not self.cpu_layers:
+            who = "read over the link"
+            if self.attend.by == "cpu" and not why:
+                why = "no decode step was computed by the CPU"
+        elif len(self.cpu_layers) == len(self.host_layers):
+            who = "where the CPU attends to them"
+        else:
+            who = f"where the CPU attends to {len(self.cpu_layers)} of them and the GPU reads the others over the link"
+        return f", {who} ({why})" if why else f", {who}"
+
+
+def check_attend(config: CacheConfig, device: torch.device) -> None:
+    """Raise Unsupported for attention by the CPU on a device that is not a GPU."""
+    if config.host_attend == "cpu" and device.type != "cuda":
+        raise Unsupported(
+            f"host_attend='cpu': expected a cache on a cuda device, got {device}; leave CacheConfig(host_attend=) out"
         )
 
 

@@ -14,6 +14,8 @@ from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.values import value_of
 
 if TYPE_CHECKING:
+    import torch
+
     from longreach.cache import CacheConfig
 
 PASS_TOKENS = 512  # prompt tokens per pass, by default: short enough for a progress bar to move
@@ -205,6 +207,20 @@ def warn_unapplied(settings: dict[str, Any]) -> None:
     if settings:
         told = ", ".join(f"{name}={value}" for name, value in settings.items())
         print(f"longreach: of the model's generation config these are not applied: {told}", file=sys.stderr)
+
+
+def tell_compiled(config: CacheConfig, device: torch.device, new: int) -> None:
+    """One line on stderr where the first answer, of `new` tokens, waits for kernels that the CPU attends with."""
+    from longreach.adapters.transformers.loop.host_attend import LEAST
+    from longreach.ops.impl import has_numba
+
+    used = config.host_attend == "cpu" or (config.host_attend == "auto" and new >= LEAST)
+    if config.host and used and device.type == "cuda" and has_numba():
+        print(
+            "longreach: the first answer on a machine compiles attention on the CPU, for up to a minute; --host-attend "
+            "link does without",
+            file=sys.stderr,
+        )
 
 
 def tell_left_out(methods: dict[str, str]) -> None:

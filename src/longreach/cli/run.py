@@ -21,6 +21,7 @@ from longreach.cli.common import (
     pass_tokens,
     positive,
     read_document,
+    tell_compiled,
     warn_unapplied,
 )
 from longreach.cli.show import duration, emit, percent, progress, show_memory, show_plans, waiting
@@ -96,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
     warn_unapplied(left_out)
     with attach(model, prefill=prefill, decode=decode, cache=task.cache) as session:
         reader = task.read(session, pass_tokens(args), progress, graph=args.graph)
+        tell_compiled(task.cache, model.device, args.max_new_tokens)
         for number, question in enumerate(task.questions):
             if not args.json and len(task.questions) > 1:
                 print(f"> {question}")

@@ -19,13 +19,13 @@ from longreach.errors import HostCallFailed
 
 Allocate = Callable[[Sequence[int], torch.dtype, torch.device], Tensor]
 MESSAGES = {
-    1: "a list of keys names slots that are not in use, or does not ascend",
+    1: "a list of keys names slots that are not in use",
     2: "a compiled kernel failed, probably for want of memory",
 }
 
 
 class HostCalls:
-    """What a cache needs for layers whose attention the CPU computes.
+    """The calls by which the CPU computes attention to a cache's layers, with the memory that they use.
 
     Buffers and jobs live as long as this object, which must live as long as a graph with its calls. All layers share
     buffers, as a stream runs one call at a time. Jobs with equal fields are the same job.
@@ -43,6 +43,11 @@ class HostCalls:
     def status(self) -> int:
         """The address of the word that programs write errors to."""
         return int(self._status.ctypes.data)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory of all buffers, pinned if the device is a GPU."""
+        return sum(x.numel() * x.element_size() for x in self._buffers.values())
 
     def buffer(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory of the host [shape] that the GPU writes and reads: the same one for the same arguments."""
@@ -87,6 +92,10 @@ class HostCalls:
             torch.cuda.current_stream(self.device).synchronize()
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(int(kept.ctypes.data))
         self.check()
+
+    def clear(self) -> None:
+        """Forget errors of calls so far."""
+        self._status[0] = 0
 
     def check(self) -> None:
         """Raise HostCallFailed if a call has failed since the last check. Waits for calls under way if one has."""

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longreach.ops.types import KVView, Logits, Rows, ScoringKeys
 
+NO_GRADIENT = "it has no backward pass and an input requires a gradient; use impl='reference', or torch.no_grad()"
 ROWS = 8  # of a sequence: a matrix product of all keys serves more of them better
 
 
@@ -45,10 +46,13 @@ def unfit(*given: Any, fp64: bool = False) -> str | None:
             if tensor.dtype == torch.float64 and not fp64:
                 return "it computes in fp32; for fp64 use impl='reference'"
             if wants and tensor.requires_grad:
-                return (
-                    "it has no backward pass and an input requires a gradient; use impl='reference', or torch.no_grad()"
-                )
+                return NO_GRADIENT
     return None
+
+
+def wants_gradient(*given: Any) -> bool:
+    """Whether one of the arguments requires a gradient."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for x in given for tensor in _tensors(x))
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:

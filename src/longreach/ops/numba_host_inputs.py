@@ -1,8 +1,8 @@
-"""What programs of several ops get of a view and of lists: addresses, sizes and strides."""
+"""Inputs and results of programs of several ops: addresses, sizes and strides of rows, views and lists."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops import numba_host
 from longreach.ops.host_calls import HostCalls
-from longreach.ops.types import KVView
+from longreach.ops.numba_fit import NO_GRADIENT, wants_gradient
+from longreach.ops.types import KVView, Rows
 
 FLOAT = torch.float32
 KINDS = {torch.bfloat16: np.uint16, torch.float16: np.int16, torch.float32: np.float32}
@@ -56,12 +57,35 @@ def send_entries(calls: HostCalls, name: str, lists: Tensor, count: Tensor, dtyp
     return to.data_ptr()
 
 
+def refuse_gradients(op: str, *given: Any) -> None:
+    """Raise Unsupported if an argument requires a gradient."""
+    if wants_gradient(*given):
+        raise Unsupported(f"{op} on the CPU for a GPU: {NO_GRADIENT}")
+
+
 def run_program(
-    calls: HostCalls, program: Callable[..., None], workers: int, kind: np.dtype, fields: dict[str, Any]
-) -> None:
-    """Call a program in the stream's order. kind: of its job; fields: those of it that are not 0."""
+    program: Callable[..., None], kind: np.dtype, workers: int, rows: Rows, kv: KVView,
+    small: Sequence[tuple[str, Tensor]], fields: dict[str, Any], results: dict[str, Tensor],
+) -> None:  # fmt: skip
+    """Call a program in the stream's order: inputs go to host memory, the CPU computes, and results come back.
+
+    kind: of its job. small: tensors to be sent by field, in addition to those of the rows and the view. fields: the
+    job's numbers and other addresses that are not 0. results, written: by field.
+    """
+    calls = kv.calls
+    assert calls is not None
+    sent = [("q", rows.q), ("seq", rows.seq.long()), ("pos", rows.pos.long()), ("in_use", kv.seq_lens.long()), *small]
+    if kv.block_table is not None:
+        sent.append(("table", kv.block_table.long()))
+    view = span_of(kv)
+    inputs = dict(zip((name for name, _ in sent), calls.send(*sent), strict=True))
+    to = {name: calls.buffer(name, x.shape, x.dtype) for name, x in results.items()}
+    outputs = {name: x.data_ptr() for name, x in to.items()}
     job = np.zeros(1, kind)
+    shape = {"rows": len(rows.pos), "dim": rows.q.shape[2]}
     head = {"program": numba_host.program(program), "status": calls.status, "workers": workers}
-    for name, value in {**fields, **head, "pool": numba_host.pool(workers)}.items():
+    for name, value in {**fields, **view, **inputs, **outputs, **shape, **head}.items():
         job[name] = value
+    job["pool"] = numba_host.pool(workers)
     calls.call(numba_host.address(), job)
+    calls.copy([(to[name], x) for name, x in results.items()])

@@ -100,8 +100,8 @@ class KVView:
         None means sequence b is page b (contiguous: one page holds the whole sequence).
     slot_pos: [P, G, page] int, each slot's position where it differs from its index (after eviction).
     k_scale, v_scale: reserved for quantised KV; refused until implemented.
-    calls: for keys and values in host memory whose attention the CPU computes, the calls that it is asked by; "auto"
-        then is the implementation "cpu" for few rows of a sequence. None: the view's own device reads them.
+    calls: the calls by which the CPU computes attention to keys and values in host memory. For few rows of a sequence
+        "auto" is then the implementation "cpu". None: the view's own device reads them.
     """
 
     k: Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -173,6 +173,13 @@ class Ledger:
             tally.read = tuple(map(sum, zip(tally.read, n.read, strict=True)))  # type: ignore[assignment]
             if n.dense_reason:
                 tally.dense_reasons.add(n.dense_reason)
+
+    def computed_by(self, impl: str, layers: Collection[int]) -> bool:
+        """Whether an implementation computed some op of one of these layers in a decode step. Needs no device."""
+        return any(
+            phase == "decode" and layer in layers and any(impl in used.split("+") for used in tally.impls)
+            for (phase, layer, _), tally in self.tallies.items()
+        )
 
     def reset(self) -> None:
         """Start counting from zero. A pass under way is counted whole when it commits.

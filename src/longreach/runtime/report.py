@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -84,6 +86,11 @@ class Report:
     layers: tuple[LayerReport, ...]
     memory: MemoryUse | None = None
     plans: tuple[PlanReport, ...] = ()
+
+    def computed_by(self, impl: str, layers: Collection[int]) -> tuple[int, ...]:
+        """Of these layers, those of which an implementation computed some op in a decode step."""
+        named = {r.layer for r in self.layers if r.phase == "decode" and impl in re.split(r"\+|, ", r.impl)}
+        return tuple(sorted(named.intersection(layers)))
 
     def fraction(self, phase: Phase | None = None) -> float | None:
         """Bytes read over dense attention's bytes, all layers; None before any step of the phase."""

@@ -103,6 +103,36 @@ def test_what_the_cpu_does_not_take() -> None:
         attend(random_rows(kv, 1), kv, spans, scale=1.0)
 
 
+@pytest.mark.parametrize("place", ["q", "k", "v", "log_weight", "sink_logit"])
+def test_gradients_are_refused(place: str) -> None:
+    kv = random_kv([20], heads=1, dim=8)
+    x = {
+        "q": torch.randn(1, 2, 8),
+        "k": kv.k,
+        "v": kv.v,
+        "log_weight": torch.zeros(1, 1, 2),
+        "sink_logit": torch.ones(2),
+    }
+    x[place].requires_grad_()
+    kv, rows = called(replace(kv, k=x["k"], v=x["v"])), Rows(x["q"], torch.tensor([0]), torch.tensor([19]))
+    lists = Lists(torch.tensor([[[3, 7]]], dtype=torch.int32), torch.tensor([[2]]), x["log_weight"])
+    with pytest.raises(Unsupported, match="attend on the CPU for a GPU: it has no backward pass and an input requires"):
+        attend(rows, kv, lists, scale=1.0, sink_logit=x["sink_logit"])
+    with torch.no_grad():
+        assert not attend(rows, kv, lists, scale=1.0, sink_logit=x["sink_logit"]).out.requires_grad
+
+
+@pytest.mark.parametrize("entries", [[7, 2, 11], [3, 3, 3]])
+def test_entries_need_not_ascend_and_repeated_ones_are_not_sought(entries: list[int], workers: int) -> None:
+    """As by Triton, for which looking for them would cost a pass over the list."""
+    kv = called(random_kv([20], heads=1, dim=8))
+    rows = Rows(torch.randn(1, 2, 8), torch.tensor([0]), torch.tensor([19]))
+    got = attend(rows, kv, Lists(torch.tensor([[entries]], dtype=torch.int32), torch.tensor([[3]])), scale=1.0)
+    kept = replace(kv, k=kv.k[:, :, entries], v=kv.v[:, :, entries], seq_lens=torch.tensor([3]), calls=None)
+    want = attend(rows, kept, Spans.dense(), scale=1.0, impl="reference")
+    torch.testing.assert_close((got.out, got.lse), (want.out, want.lse))
+
+
 def test_many_rows_and_tiles_are_computed_by_the_device() -> None:
     kv = called(random_kv([20], heads=1, dim=8))
     assert resolve("auto", random_rows(kv, 9), kv, Spans.dense()) != "cpu"

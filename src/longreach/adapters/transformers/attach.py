@@ -167,6 +167,7 @@ class Session:
         self._decodes: tuple[AttentionMethod, ...] = (decode,)  # the decode methods that the session was given
         self._memory: MemoryUse | None = None  # of the last pass over a cache with layers in host memory
         self._warned: set[AttentionMethod] = set()  # of reading host memory whole
+        self._idle: set[AttentionMethod] = set()  # for which the CPU, asked to attend, had nothing to do
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: PhaseTracker | None = None
@@ -260,7 +261,10 @@ class Session:
                 f"report: {method!r} did not observe all prompts that were read, so the bytes it would have read are "
                 f"unknown; name it before prompts are read (attach, or session.prepare)"
             )
-        return replace(self.ledger.report(method), memory=self._memory, plans=self._plans.reports())
+        report, memory = self.ledger.report(method), self._memory
+        if memory is not None:
+            memory = replace(memory, cpu_layers=report.computed_by("cpu", memory.host_layers))
+        return replace(report, memory=memory, plans=self._plans.reports())
 
     def reset_report(self) -> None:
         """Start counting from zero. A pass that is running is counted whole when it ends."""
@@ -343,7 +347,10 @@ class Session:
         """Note where keys and values lie, for the report. Warns once if the decode method reads host memory whole."""
         if not cache.kv.config.host:
             return
-        use = self._memory = cache.kv.memory_use
+        use, before = cache.kv.memory_use, self._memory
+        if not decoding and before is not None:  # a prompt is read as ever: the report keeps the last step's choice
+            use = replace(use, attend=before.attend)
+        self._memory = use
         if not decoding:
             return
         slow = set(self.decode.whole_layers(self._shape, self.model.dtype)).intersection(use.host_layers)
@@ -354,6 +361,21 @@ class Session:
                 f"{self.decode.name} reads {len(slow)} layers whole at each step, and their keys and values lie in "
                 f"host memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each "
                 f"new token. Raise CacheConfig(device_bytes=...), or decode with a method that reads fewer keys",
+                stacklevel=2,
+            )
+
+    def note_calls(self, cache: LongreachCache) -> None:
+        """After an answer, note the memory that attention on the CPU took. Warns once if it was asked for in vain."""
+        kv = cache.kv
+        if self._memory is None or kv.attend.by != "cpu" or not kv.in_host:
+            return
+        self._memory = replace(self._memory, calls_bytes=kv.calls.nbytes)
+        idle = not self.ledger.computed_by("cpu", kv.in_host)
+        if idle and kv.config.host_attend == "cpu" and self.decode not in self._idle:
+            self._idle.add(self.decode)
+            warnings.warn(
+                f"host_attend='cpu' (--host-attend) has no effect: {self.decode.name} reads keys in host memory by ops "
+                f"that the CPU does not compute, so the GPU reads them over the link",
                 stacklevel=2,
             )
 

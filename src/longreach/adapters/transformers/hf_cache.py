@@ -108,7 +108,7 @@ class LongreachCache(Cache):
         self.device_columns: Tensor | None = None  # int64 [], the columns, for layers that ask within a static step
         self.layers_asked = False  # whether a layer has asked
         self.decoders: dict[Hashable, Any] = {}  # the decode loop's steps over this cache; they end with it
-        self.attends: dict[AttentionMethod, HostAttend] = {}  # by decode method: who computes, once measured
+        self.attends: dict[Hashable, HostAttend] = {}  # who computes attention to host memory, where it was measured
         self.invalid: str | None = None  # why the cache can no longer be used, else None
         self._usual = self.eviction = eviction  # evicts keys after a prompt
         self.protected = 0  # first tokens of a prompt that are not evicted

@@ -80,14 +80,16 @@ def attend(
     rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 16) of G.
     sink_logit: float [H], an extra logit per head that takes probability and gives no value, i.e. a merge
         with Partial(out=0, lse=sink_logit).
-    impl: "auto" or one of `IMPLEMENTATIONS.names()`.
+    impl: "auto" or one of `IMPLEMENTATIONS.names()`. "cpu" is accepted for few rows of a view with `calls`, for which
+        "auto" chooses it.
 
     Returns Partial (out [R, H, D], lse [R, H], fp32); over no keys out is 0 and lse -inf.
     Differentiable, through out and lse, in q, k, v, log-weights and sink_logit: "reference" for every selection and
     view; "triton" once, for Spans and Lists over contiguous memory (no block table, no slot_pos), with the same bits at
     each call. An implementation that cannot compute a gradient that an input requires raises Unsupported.
     Raises InvalidInput for shapes, dtypes and devices that do not fit, SelectionError for slots out of range
-    or named twice (where reading them costs no device sync), UnknownName for an unknown impl.
+    or named twice (where reading them costs no device sync), UnknownName for an unknown impl. "cpu" raises
+    HostCallFailed for slots out of range, and takes slots that are named twice as two keys.
     """
     return prepare(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=sink_logit, impl=impl)()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend.numba import add_sink, count_parts, head_axis
 from longreach.ops.attend.numba_host_kernels import JOB, program_for, work_bytes
-from longreach.ops.numba_host_inputs import FLOAT, kind_of, run_program, send_lists, span_of
+from longreach.ops.numba_host_inputs import FLOAT, kind_of, refuse_gradients, run_program, send_lists
 from longreach.ops.selection import Lists, Selection, Spans
 from longreach.ops.types import KVView, Partial, Rows
 
@@ -23,15 +23,14 @@ def attend(
     """Queries and lists go to host memory, the CPU attends, and its result comes back, in the order of the stream."""
     calls = kv.calls
     assert calls is not None
+    refuse_gradients("attend", rows, kv, sink_logit, getattr(selection, "log_weight", None))
     count, heads, dim = rows.q.shape
     alone = head_axis(selection) > 1 and selection.per == "query"  # query heads of a group choose for themselves
     units, width = (heads, 1) if alone else (kv.heads, kv.group(rows))
     out, lse = rows.q.new_empty(rows.q.shape, dtype=FLOAT), rows.q.new_empty((count, heads), dtype=FLOAT)
     if count:
-        fields: dict[str, Any] = span_of(kv)
-        small = [("q", rows.q), ("seq", rows.seq.long()), ("pos", rows.pos.long()), ("in_use", kv.seq_lens.long())]
-        if kv.block_table is not None:
-            small.append(("table", kv.block_table.long()))
+        fields: dict[str, Any] = {}
+        small: list[tuple[str, Tensor]] = []
         if isinstance(selection, Spans):
             values, more = _bounds(selection, rows)
             small.append(("values", values))
@@ -42,18 +41,15 @@ def attend(
             fields |= send_lists(calls, selection.index, selection.log_weight, selection.count) | more
         else:
             raise Unsupported(f"attention on the CPU takes spans and lists, got {type(selection).__name__}")
-        fields |= dict(zip((name for name, _ in small), calls.send(*small), strict=True))
         workers = torch.get_num_threads()
         parts = count_parts(workers, count * units, most)
-        to = calls.buffer("out", out.shape, FLOAT), calls.buffer("lse", lse.shape, FLOAT)
         fields |= {
-            "out": to[0].data_ptr(), "lse": to[1].data_ptr(), "rows": count, "units": units, "width": width,
-            "mine": kv.group(rows) if alone else 1, "dim": dim, "parts": parts,
+            "units": units, "width": width, "mine": kv.group(rows) if alone else 1, "parts": parts,
             "work": calls.scratch("attend", work_bytes(count, units, width, dim, parts)), "scale": scale,
             "softcap": softcap or 0.0,
         }  # fmt: skip
-        run_program(calls, program_for(kind_of(kv.k.dtype)), workers, JOB, fields)
-        calls.copy([(to[0], out), (to[1], lse)])
+        program = program_for(kind_of(kv.k.dtype))
+        run_program(program, JOB, workers, rows, kv, small, fields, {"out": out, "lse": lse})
     return add_sink(Partial(out, lse), sink_logit)
 
 

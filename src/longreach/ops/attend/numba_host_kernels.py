@@ -104,7 +104,7 @@ def _in_range(index, begin, first, last, block, filled):
 def _attend(address, job, k, v, q):
     filled, low, high, begin, length, top, total, out = _arrays(job)
     rows = job.rows
-    doubt = np.zeros(1, np.int64)  # whether entries do not ascend, which they need not
+    doubt = np.zeros(1, np.int64)  # whether entries of a piece do not ascend, which they need not, or are out of range
     paged, spans = job.paged != 0, job.spans != 0
     table = array_at(job.table, (job.sequences, job.pages), np.int64)
     memory = (k, v, (job.k0, job.k1, job.k2), (job.v0, job.v1, job.v2), table, paged, job.page)
@@ -121,13 +121,14 @@ def _attend(address, job, k, v, q):
     w = take(counter)
     while w < pieces:
         unit, part = w // out.shape[1], w % out.shape[1]
-        if not spans and length[unit] > 0:
+        doubt[0] = 0
+        _piece(w, q, memory, given, which, softcap, known, results)
+        if doubt[0]:
             keys = length[unit] * job.block
             first, last = keys * part // out.shape[1], keys * (part + 1) // out.shape[1]
             ends = first // job.block, (last + job.block - 1) // job.block
             if not _in_range(index, begin[unit], ends[0], ends[1], job.block, filled[unit // job.units]):
                 fail(address, WRONG_ENTRIES)
-        _piece(w, q, memory, given, which, softcap, known, results)
         w = take(counter)
 
 

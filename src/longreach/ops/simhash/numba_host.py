@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from longreach.ops.numba_host_inputs import FLOAT, kind_of, run_program, send_entries, span_of
+from longreach.ops.numba_host_inputs import kind_of, run_program, send_entries
 from longreach.ops.simhash.attention import HEADS, NUMBERS, look_up_bytes
 from longreach.ops.simhash.numba import law
 from longreach.ops.simhash.numba_host_kernels import JOB, program_for, work_bytes
@@ -33,28 +33,18 @@ def attend_sampled(
     search = import_module("longreach.ops.simhash.triton_attention").search
     found, counts, part, parts = search(rows, kv, slots, tables, projections, least=least)
     small = [
-        ("q", rows.q), ("seq", rows.seq.long()), ("pos", rows.pos.long()), ("in_use", kv.seq_lens.long()),
         ("held", slots.long()), ("limit", limit.long()), ("ends", tables.stop), ("centre", centre), ("counts", counts),
     ]  # fmt: skip
-    if kv.block_table is not None:
-        small.append(("table", kv.block_table.long()))
-    fields: dict[str, Any] = span_of(kv) | dict(zip((name for name, _ in small), calls.send(*small), strict=True))
-    fields["found"] = send_entries(calls, "found", found, counts[..., HEADS].contiguous(), torch.int32)
-    to = (
-        calls.buffer("out", out.shape, FLOAT), calls.buffer("lse", lse.shape, FLOAT),
-        calls.buffer("numbers", numbers.shape, torch.int64),
-    )  # fmt: skip
     whole, constants = _law(tables.bits, tables.tables, least, floor)
-    fields |= {
-        "out": to[0].data_ptr(), "lse": to[1].data_ptr(), "numbers": to[2].data_ptr(), "rows": count, "heads": kv.heads,
-        "group": group, "dim": dim, "held_sequences": len(tables.stop), "part": part, "sinks": sinks, "parts": parts,
+    fields: dict[str, Any] = {
+        "found": send_entries(calls, "found", found, counts[..., HEADS].contiguous(), torch.int32), "heads": kv.heads,
+        "group": group, "held_sequences": len(tables.stop), "part": part, "sinks": sinks, "parts": parts,
         "edges": look_up_bytes(group, tables), "lowest": tables.first, "size": tables.size, "own": own,
         "work": calls.scratch("simhash", work_bytes(count * kv.heads, group, dim, parts)), "scale": scale,
         "softcap": softcap or 0.0, "law": whole, "constants": constants,
     }  # fmt: skip
-    workers = torch.get_num_threads()
-    run_program(calls, program_for(kind_of(kv.k.dtype)), workers, JOB, fields)
-    calls.copy(list(zip(to, (out, lse, numbers), strict=True)))
+    results = {"out": out, "lse": lse, "numbers": numbers}
+    run_program(program_for(kind_of(kv.k.dtype)), JOB, torch.get_num_threads(), rows, kv, small, fields, results)
     return Partial(out, lse), None, numbers
 
 

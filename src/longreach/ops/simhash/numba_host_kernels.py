@@ -109,7 +109,7 @@ def _weigh(s, entries, first, n, cosines, squares, void, own, softcap, law, sums
                 u[c] = np.float32(0.0)
     if not own:
         for c in range(n):
-            met, bits = 0, entries[first + c] >> 16
+            met, bits = 0, (entries[first + c] >> 16) & 0xFFFF  # head 15 is the sign, which a shift would copy
             while bits:
                 met += bits & 1
                 bits >>= 1

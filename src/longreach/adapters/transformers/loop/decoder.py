@@ -70,8 +70,13 @@ class Decoder:
 
     @contextlib.contextmanager
     def run(self, ends: Ends, room: int) -> Iterator[None]:
-        """Within this block up to `room` steps may be run. Raises CapacityError."""
+        """Within this block up to `room` steps may be run. Raises CapacityError.
+
+        At its end raises HostCallFailed if the CPU failed in a step, also if the reader of the tokens stops early. An
+        error within the block, Ctrl-C included, is raised in its place.
+        """
         self.cache.check_observed(self.method)
+        self._clear_calls()
         self.session.note_memory(self.cache, decoding=True)
         before = list(self.cache.kv.lengths)
         with torch.inference_mode(False), torch.no_grad():
@@ -82,8 +87,23 @@ class Decoder:
             if ends.eos:
                 self.ends[torch.tensor(ends.eos, device=self.ends.device)] = True
             self.done.zero_()
-        yield
+        try:
+            yield
+        except GeneratorExit as stop:
+            cause: BaseException | None = stop
+            while isinstance(cause, GeneratorExit):  # one for each generator around this one
+                cause = cause.__context__
+            if cause is None:
+                self._check_calls(wait=True)
+                self.session.note_calls(self.cache)
+            else:  # an error of the reader, which closes the answer
+                self._clear_calls(wait=True)
+            raise
+        except BaseException:
+            self._clear_calls(wait=True)
+            raise
         self._check_calls(wait=True)
+        self.session.note_calls(self.cache)
         self.steps.close()
         self.cache.mark_observed((self.method,), before)
 
@@ -120,6 +140,14 @@ class Decoder:
             if wait and self.token.is_cuda:
                 torch.cuda.synchronize(self.token.device)
             self.cache.kv.calls.check()
+
+    def _clear_calls(self, *, wait: bool = False) -> None:
+        """Drop errors of attention on the CPU: the answer that they belong to is over. wait: as in `_check_calls`."""
+        if self.cache.kv.attend.by == "cpu":
+            if wait and self.token.is_cuda:
+                with contextlib.suppress(RuntimeError):  # of a lost device: another error is being raised
+                    torch.cuda.synchronize(self.token.device)
+            self.cache.kv.calls.clear()
 
     def _pass(self, step: Step, pieces: Pieces | None = None) -> None:
         """Run the step. pieces: records it while it runs; None: all of it may be captured."""

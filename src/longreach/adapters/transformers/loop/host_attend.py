@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -11,10 +13,10 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.loop.decoder import WARM, Decoder
+from longreach.adapters.transformers.loop.decoder import WARM, Capture, Decoder
 from longreach.adapters.transformers.loop.sampling import Ends
-from longreach.cache import HostAttend
-from longreach.errors import Unsupported
+from longreach.cache import HostAttend, KVCache
+from longreach.errors import CapacityError, HostCallFailed, OutOfMemory, Unsupported
 from longreach.ops.impl import has_numba
 from longreach.runtime import Ledger
 
@@ -23,60 +25,91 @@ if TYPE_CHECKING:
 
 STEPS = 5  # captured steps that are timed each way
 NEEDED = WARM + 1 + STEPS
+LEAST = 64  # tokens of an answer for which a measurement pays: it takes 2 x NEEDED steps and two captures
+# of the CPU's way: no pinned memory, semaphores or threads, a graph without room, a kernel that failed
+FAILURES = (Unsupported, HostCallFailed, CapacityError, OutOfMemory, OSError, RuntimeError)
 
 
-def choose_host_attend(
-    session: Session, cache: LongreachCache, room: int, tokens: Tensor, make: Callable[[], Decoder], *, captured: bool
-) -> None:
-    """Set `cache.kv.attend` for the session's decode method, once for each method and cache.
+@contextmanager
+def host_attend(
+    session: Session, cache: LongreachCache, new: int, tokens: Tensor, make: Callable[[], Decoder], *,
+    capture: Capture | None,
+) -> Iterator[None]:  # fmt: skip
+    """Within this block `cache.kv.attend` is the way chosen for the session's decode method; then it is as before.
 
-    room: tokens to come. tokens: int64 [B] on the device, the next ones. make: the step for the cache as it is. Both
-    steps are captured and run a few times, then rolled back and not counted.
+    new: tokens of the answer. tokens: int64 [B] on the device, the next ones. make: the step for the cache as it is.
+    capture: how it is captured. With `CacheConfig(host_attend="auto")` both ways are captured, run a few times, rolled
+    back and not counted. The choice is kept for the cache, the method, the kind of capture, and sequences of similar
+    length.
     """
     kv = cache.kv
-    if kv.config.host_attend != "auto" or kv.device.type != "cuda" or not kv.in_host:
+    if not _to_be_chosen(kv):
+        yield
         return
-    chosen = cache.attends.get(session.decode)
-    if chosen is None:
-        why = _not_measured(session, room, captured)
-        chosen = HostAttend(why=why) if why is not None else _measured(session, cache, tokens, make)
-        if why is None:
-            cache.attends[session.decode] = chosen
-    kv.attend = chosen
+    before = kv.attend
+    kv.attend = _chosen(session, cache, new, tokens, make, capture)
+    try:
+        yield
+    finally:
+        kv.attend = before
 
 
-def _not_measured(session: Session, room: int, captured: bool) -> str | None:
-    """Why the two ways cannot be compared; None if they can."""
-    if not captured:
+def _to_be_chosen(kv: KVCache) -> bool:
+    return kv.config.host_attend == "auto" and kv.device.type == "cuda" and bool(kv.in_host)
+
+
+def _chosen(
+    session: Session, cache: LongreachCache, new: int, tokens: Tensor, make: Callable[[], Decoder],
+    capture: Capture | None,
+) -> HostAttend:  # fmt: skip
+    why = _link_only(session, capture)
+    if why is not None:
+        return HostAttend(why=why)
+    key: Hashable = (session.decode, capture, max(cache.kv.lengths).bit_length())
+    if key in cache.attends:
+        return cache.attends[key]
+    if new < LEAST:
+        return HostAttend(why=f"not measured for answers below {LEAST} tokens, and max_new_tokens is {new}")
+    cache.attends[key] = _measured(session, cache, tokens, make)
+    return cache.attends[key]
+
+
+def _link_only(session: Session, capture: Capture | None) -> str | None:
+    """Why only the link can be used; None if the CPU can be too."""
+    if capture is None:
         return "not measured, as the step is not captured"
     if session.impl != "auto":
         return f"not measured, as impl={session.impl!r} was asked for"
     if not has_numba():
         return "not measured, as Numba is not installed"
-    if room < NEEDED:
-        return f"not measured, as that takes {NEEDED} tokens, and {room} were asked for"
     return None
 
 
 def _measured(session: Session, cache: LongreachCache, tokens: Tensor, make: Callable[[], Decoder]) -> HostAttend:
-    """Both steps are dropped afterwards: they count into a ledger of their own, which ends here."""
+    """Each step is dropped before the next is made. They count into ledgers of their own, and call no hook."""
     milliseconds = dict[str, float]()
-    decoders, cache.decoders = cache.decoders, {}
-    ledger, session.ledger = session.ledger, Ledger()
+    kept, ledger, hook = cache.decoders, session.ledger, session.on_layer
+    session.on_layer = None
     try:
         for way in (HostAttend("link"), HostAttend("cpu")):
-            cache.kv.attend = way
-            try:
-                with cache.rollback():
+            cache.kv.attend, cache.decoders, session.ledger = way, {}, Ledger()
+            why, invalid = None, cache.invalid
+            with cache.rollback():  # whose own errors end the answer
+                try:
                     milliseconds[way.by] = _milliseconds(make(), tokens)
-            except Unsupported as error:
-                if way.by == "link":
-                    raise
-                return HostAttend(why=f"the CPU cannot: {error}")
+                except FAILURES as error:
+                    if way.by == "link":
+                        raise
+                    why = f"the CPU cannot: {type(error).__name__}: {error}"
+                    if not isinstance(error, Unsupported):
+                        warnings.warn(f"keys in host memory are read over the link; {why}", stacklevel=2)
+            if why is not None:
+                cache.kv.calls.clear()
+                cache.invalid = invalid  # the failed step could not be undone alone, but was rolled back
+                return HostAttend(why=why)
     finally:
-        session.ledger = ledger
-        cache.kv.attend = HostAttend()
-        cache.decoders = decoders
+        session.ledger, session.on_layer = ledger, hook
+        cache.kv.attend, cache.decoders = HostAttend(), kept
     link, cpu = milliseconds["link"], milliseconds["cpu"]
     return HostAttend("cpu" if cpu < link else "link", link_ms=link, cpu_ms=cpu)
 
@@ -84,14 +117,17 @@ def _measured(session: Session, cache: LongreachCache, tokens: Tensor, make: Cal
 def _milliseconds(decoder: Decoder, tokens: Tensor) -> float:
     """The median time of a captured step."""
     marks: list[Any] = []
-    with decoder.run(Ends((), 0), NEEDED):
-        decoder.take(tokens)
-        for number in range(NEEDED):
-            if number >= NEEDED - STEPS:
-                marks.append(torch.cuda.Event(enable_timing=True))
-                marks[-1].record()
-            decoder.step(capture=True)
-        marks.append(torch.cuda.Event(enable_timing=True))
-        marks[-1].record()
-        torch.cuda.synchronize(decoder.token.device)
+    try:
+        with decoder.run(Ends((), 0), NEEDED):
+            decoder.take(tokens)
+            for number in range(NEEDED):
+                if number >= NEEDED - STEPS:
+                    marks.append(torch.cuda.Event(enable_timing=True))
+                    marks[-1].record()
+                decoder.step(capture=True)
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+            torch.cuda.synchronize(decoder.token.device)
+    finally:
+        decoder.graph = decoder.logits = decoder._recorded = None  # its memory goes before another graph is captured
     return median(a.elapsed_time(b) for a, b in pairwise(marks))

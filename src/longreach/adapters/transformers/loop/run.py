@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +15,7 @@ from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop import compile as compiling
 from longreach.adapters.transformers.loop.async_readback import read_back
 from longreach.adapters.transformers.loop.decoder import WARM, Capture, Decoder
-from longreach.adapters.transformers.loop.host_attend import choose_host_attend
+from longreach.adapters.transformers.loop.host_attend import host_attend
 from longreach.adapters.transformers.loop.sampling import Ends, greedy
 from longreach.errors import InvalidInput, Unsupported
 
@@ -115,12 +116,14 @@ class DecodeRun:
                 self.evict_seconds = now(self.session.model) - paused
             started += now(self.session.model) - paused
             paused = now(self.session.model)
-            choose_host_attend(
-                self.session, cache, self.new - 1, chosen, self._decoder_of(cache), captured=self._capture is not None
-            )
-            self.setup_seconds += now(self.session.model) - paused
-            decoder = self._decoder = self._decoder_of(cache)()
-            with decoder.run(self.ends, self.new - 1):
+            make = self._decoder_of(cache)
+            chosen_before = len(cache.attends)
+            with contextlib.ExitStack() as run:
+                run.enter_context(host_attend(self.session, cache, self.new, chosen, make, capture=self._capture))
+                if len(cache.attends) > chosen_before:  # steps were measured
+                    self.setup_seconds += now(self.session.model) - paused
+                decoder = self._decoder = make()
+                run.enter_context(decoder.run(self.ends, self.new - 1))
                 decoder.take(chosen)
                 wait = self._exactly and self.ends.eos and cache.states.states()
                 back = read_back(decoder.token, ahead=0 if wait else None)
