@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longreach.cache.host import HUGE_PAGE, allocate, check_available
+from longreach.errors import CapacityError
 from longreach.ops.types import require
 
 SLAB = 6_500_000_000  # bytes: four layers' keys of 8 x 96K tokens (G=8, D=128, bf16), or three of 1M tokens
@@ -54,7 +55,7 @@ class HostPool:
         each, missing = _aligned(nbytes), self._missing(count, nbytes)
         try:
             check_available(missing * each)
-        except Exception:
+        except CapacityError:
             self._slabs = [slab for slab in self._slabs if slab.used]
             missing = self._missing(count, nbytes)
             check_available(missing * each)
