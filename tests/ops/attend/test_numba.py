@@ -36,14 +36,6 @@ def check(rows: Rows, kv: KVView, selection: Any, **logits: Any) -> torch.Tensor
     return got.out
 
 
-@pytest.fixture(params=[1, 3])
-def workers(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("seed", swept(range(200), 60))
 def test_any_case(seed: int) -> None:
     case = make_case(seed)

@@ -35,14 +35,6 @@ def check(rows: Rows, kv: KVView, selection: Any, **logits: Any) -> torch.Tensor
     return got.out
 
 
-@pytest.fixture(params=[1, 3])
-def workers(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("per", ["kv", "query"])
 @pytest.mark.parametrize("kind", ["spans", "lists"])

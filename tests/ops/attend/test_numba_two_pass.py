@@ -63,14 +63,6 @@ def check_pooled(rows: Rows, kv: KVView, *, scale: float = 0.3, **more: Any) -> 
         assert not bool(got[seen & (want == 0)].any())
 
 
-@pytest.fixture(params=[1, 3])
-def workers(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("seed", swept(range(120), 40))
 def test_any_case(seed: int) -> None:
     case = make_case(seed)

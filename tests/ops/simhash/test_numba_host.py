@@ -24,14 +24,6 @@ def called(case: Case) -> Case:
     return case._replace(kv=replace(case.kv, calls=HostCalls(torch.device("cpu"), allocate)))
 
 
-@pytest.fixture(params=[1, 3])
-def workers(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 def equals_numba(case: Case, limit: torch.Tensor, share: Any, **given: Any) -> None:
     """The four ops' result, and Numba's numbers of what was read."""
     held = called(case)

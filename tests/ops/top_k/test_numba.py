@@ -19,14 +19,6 @@ def check(x: Tensor, count: Tensor, length: Tensor, **options: Any) -> None:
     held_to(index, used, x, count, length, options["first"], options["last"])
 
 
-@pytest.fixture(params=[1, 3])
-def workers(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.1, 0.45, 0.99, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_rows_of_all_kinds(share: float, dtype: torch.dtype, workers: int) -> None:

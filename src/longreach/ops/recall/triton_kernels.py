@@ -36,6 +36,20 @@ def _keys(s, block, there):
 
 
 @triton.jit
+def _codes(memory, seq, page, g, block, inside, d, F: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr):
+    """Codes [BN, F2] of blocks of a sequence and KV head. page: where all of them lie, unless PAGED."""
+    codes, page_stride, head_stride, unit_stride, _, table, table_row = memory
+    if PAGED:
+        to = table + seq.to(tl.int64) * table_row + block // PAGE
+        page = tl.load(to, mask=inside, other=0).to(tl.int64)
+        place = page * page_stride + (block % PAGE).to(tl.int64) * unit_stride
+    else:
+        place = page * page_stride + block.to(tl.int64) * unit_stride
+    from_codes = codes + g * head_stride + place
+    return tl.load(from_codes[:, None] + d[None, :], mask=inside[:, None] & (d < F)[None, :], other=0.0)
+
+
+@triton.jit
 def score(
     q, seq_of, start_of, stop_of, memory, out, rows, units, scale, G: tl.constexpr, GROUP: tl.constexpr,
     WIDE: tl.constexpr, T: tl.constexpr, M: tl.constexpr, F: tl.constexpr, F2: tl.constexpr, BN: tl.constexpr,
@@ -51,7 +65,7 @@ def score(
     """
     if CHAINED:
         gdc_wait()
-    codes, page_stride, head_stride, unit_stride, held, table, table_row = memory
+    held, table, table_row = memory[4], memory[5], memory[6]
     stream = tl.program_id(0)
     tile, g = stream // G, (stream % G).to(tl.int64)
     m = tl.arange(0, M)
@@ -79,13 +93,7 @@ def score(
         for at in range(begin + tl.program_id(1) * BN, end, tl.num_programs(1) * BN):
             block = at + n
             inside = block < end
-            if PAGED:
-                pages = tl.load(table + now.to(tl.int64) * table_row + block // PAGE, mask=inside, other=0).to(tl.int64)
-                place = pages * page_stride + (block % PAGE).to(tl.int64) * unit_stride
-            else:
-                place = page * page_stride + block.to(tl.int64) * unit_stride
-            from_codes = codes + g * head_stride + place
-            c = tl.load(from_codes[:, None] + d[None, :], mask=inside[:, None] & (d < F)[None, :], other=0.0)
+            c = _codes(memory, now, page, g, block, inside, d, F, PAGED, PAGE)
             y = tl.dot(x, tl.trans(c), input_precision="ieee")
             seen = mine[:, None] & (block[None, :] >= low[:, None]) & (block[None, :] < high[:, None])
             if SUM:  # scaled once, so that equal sums of integers stay equal
@@ -168,7 +176,7 @@ def score_and_choose(
     """
     if CHAINED:
         gdc_wait()
-    codes, page_stride, head_stride, unit_stride, held, table, table_row = memory
+    held, table, table_row = memory[4], memory[5], memory[6]
     R: tl.constexpr = M // WIDE
     stream = tl.program_id(0)
     tile, g = stream // G, (stream % G).to(tl.int64)
@@ -205,14 +213,7 @@ def score_and_choose(
             for at in range(begin, end, BN):
                 block = at + n
                 inside = block < end
-                if PAGED:
-                    to = table + now.to(tl.int64) * table_row + block // PAGE
-                    pages = tl.load(to, mask=inside, other=0).to(tl.int64)
-                    place = pages * page_stride + (block % PAGE).to(tl.int64) * unit_stride
-                else:
-                    place = page * page_stride + block.to(tl.int64) * unit_stride
-                from_codes = codes + g * head_stride + place
-                c = tl.load(from_codes[:, None] + d[None, :], mask=inside[:, None] & (d < F)[None, :], other=0.0)
+                c = _codes(memory, now, page, g, block, inside, d, F, PAGED, PAGE)
                 y = tl.dot(x, tl.trans(c), input_precision="ieee")
                 seen = mine[:, None] & (block[None, :] >= low[:, None]) & (block[None, :] < high[:, None])
                 if choosing == 0:

@@ -89,6 +89,19 @@ def _dots_and_cosines(k, places, n, centre, q, unit, size, lines, squares, s, co
 
 
 @njit(**INLINE)
+def agreements(p, squares, n, nothing):
+    """Turn n products of a key and the query's direction, p, into the probability that a bit of their codes agrees.
+
+    squares: of the keys' lengths. nothing: the query is zero; then all codes of zeros agree.
+    """
+    for c in range(n):
+        square = squares[c]
+        usable = square > np.float32(0.0) and square < np.float32(np.inf)
+        cosine = p[c] / np.float32(math.sqrt(square)) if usable else np.float32(1.0 if nothing else 0.0)
+        p[c] = agreement(cosine)
+
+
+@njit(**INLINE)
 def _locate(slots, n, memory, b, head, k_places, v_places, lines, size):
     """Where the keys and values of slots lie; the first ones are prefetched."""
     k, _, k_strides, v_strides, table, paged, page = memory
@@ -145,12 +158,8 @@ def _by_sample(
         for c in range(min(AHEAD, n)):  # they arrive while the weights are computed
             row_ahead(v, v_places[c], size, lines)
         for h in range(width):
-            p, nothing = cosines[h], void[h]
-            for c in range(n):
-                square = squares[c]
-                usable = square > np.float32(0.0) and square < np.float32(np.inf)
-                cosine = p[c] / np.float32(math.sqrt(square)) if usable else np.float32(1.0 if nothing else 0.0)
-                p[c] = agreement(cosine)
+            p = cosines[h]
+            agreements(p, squares, n, void[h])
             add_inclusion(p, n, law, x, y, z, u, spread)
         for c in range(n):
             added[c] = log(np.float32(met[first + c])) - log(u[c])

@@ -24,8 +24,14 @@ from longreach.ops.numba_host import (
 from longreach.ops.numba_math import take
 from longreach.ops.numba_softmax import add_values, merge, soften
 from longreach.ops.simhash.attention import HEADS
-from longreach.ops.simhash.numba_attention_kernels import CHUNK, _dots_and_cosines, _exactly, _locate
-from longreach.ops.simhash.numba_kernels import add_inclusion, agreement, log, normalise, widen
+from longreach.ops.simhash.numba_attention_kernels import (
+    CHUNK,
+    _dots_and_cosines,
+    _exactly,
+    _locate,
+    agreements,
+)
+from longreach.ops.simhash.numba_kernels import add_inclusion, log, normalise, widen
 
 # Addresses: q of the keys' dtype [R, H, D]; k, v; table int64 [B, pages]; seq, pos int64 [R]; in_use int64 [B], slots
 # in use; held int64 [B], the sequence of each in the tables; limit int64 [R]; ends int32 [held_sequences], of the
@@ -95,12 +101,8 @@ def _weigh(s, entries, first, n, cosines, squares, void, own, softcap, law, sums
     for c in range(n):
         u[c] = spread[c] = np.float32(0.0)
     for h in range(width):
-        p, nothing = cosines[h], void[h]
-        for c in range(n):
-            square = squares[c]
-            usable = square > np.float32(0.0) and square < np.float32(np.inf)
-            cosine = p[c] / np.float32(math.sqrt(square)) if usable else np.float32(1.0 if nothing else 0.0)
-            p[c] = agreement(cosine)
+        p = cosines[h]
+        agreements(p, squares, n, void[h])
         add_inclusion(p, n, law, x, y, z, u, spread)
         if own:
             for c in range(n):
@@ -266,7 +268,7 @@ def program_for(dtype):
                 k, v = array_at(job.k, (job.k_size,), dtype), array_at(job.v, (job.v_size,), dtype)
                 q = array_at(job.q, (job.rows * job.heads * job.group * job.dim,), dtype)
                 _attend(address, job, k, v, q, _law(job))
-        except Exception:
+        except Exception:  # Numba takes no narrower one; `HostCalls.check` raises what is noted here
             fail(address, FAILED)
 
     return run
