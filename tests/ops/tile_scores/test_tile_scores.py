@@ -80,7 +80,8 @@ def test_a_sample_of_the_rows(every: int, impl: str) -> None:
     given: dict[str, Any] = {"columns": 70, "scale": 0.3, "impl": impl}
     for t, start in enumerate(sampled.start.where((sampled.rows >= 0).any(1), 0).tolist()):
         a, b = (scores_of(x, kv, sampled, lse, **given)[t, :, :start] for x in (rows, replace(rows, q=q)))
-        assert torch.equal(a, b)
+        # on a GPU the reference adds rows in any order
+        assert torch.allclose(a, b, rtol=1e-5, atol=0) if impl == "reference" else torch.equal(a, b)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -167,8 +168,9 @@ def test_what_does_not_fit_is_refused() -> None:
     tiles = selection.tiles
     assert tiles is not None
     lse = torch.zeros(rows.q.shape[:2])
+    # not of tensors on a GPU, for which it would wait
     with pytest.raises(InvalidInput, match=r"columns: expected at least \d+, the largest start, got 3"):
-        scores_of(rows, kv, tiles, lse, columns=3, scale=1.0)
+        tile_scores(rows, kv, tiles, lse, columns=3, scale=1.0)
     with pytest.raises(InvalidInput, match="lse: expected float"):
         scores_of(rows, kv, tiles, lse[:, :1], columns=40, scale=1.0)
     with pytest.raises(InvalidInput, match="every: expected a count >= 1, got 0"):
