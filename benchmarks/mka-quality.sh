@@ -1,17 +1,20 @@
 #!/usr/bin/env bash
 # Quality of MKA's variants and of its baselines on longreach-mini: each is converted, healed on the same tokens of the
 # recipe, and evaluated before and after: RULER, and perplexity by position on text that the model has not seen. Two
-# records each, in OUT. What is there already is not done again.
+# records each, and one of the weights that the router gives after healing, in OUT. What is there already is not done
+# again.
 #
 #   longreach train mini --prepare DATA --tokenizer src/longreach/models/longreach-mini    # once, needs the extra corpus
 #   DATA=data OUT=results benchmarks/mka-quality.sh [NAME ...]                              # all variants, or these
 #
-# 20M tokens by default: STEPS updates of 4 batches of 65,536 tokens. block-drawn is healed with windows and numbers of
-# recalled blocks drawn for each update, and then read at each of BUDGETS (window:blocks; 256 blocks are all of 16K).
+# 20M tokens by default: STEPS updates of 4 batches of 65,536 tokens; -long: five times as many. block-drawn is healed
+# with windows and numbers of recalled blocks drawn for each update, and then read at each of BUDGETS (window:blocks;
+# 256 blocks are all of 16K).
 set -euo pipefail
 : "${DATA:?the folder that --prepare has made}" "${OUT:?a folder for the records}"
 STEPS=${STEPS:-76} LENGTHS=${LENGTHS:-16384,8192,4096,16384} BATCH=${BATCH:-65536} ACCUMULATE=${ACCUMULATE:-4}
-SAMPLES=${SAMPLES:-50} EVALUATE=${EVALUATE:-4096,16384} MODELS=${MODELS:-$OUT/models} WORKERS=${WORKERS:-4}
+SAMPLES=${SAMPLES:-50} PREFILL=${PREFILL:-2048} EVALUATE=${EVALUATE:-4096,16384}
+MODELS=${MODELS:-$OUT/models} WORKERS=${WORKERS:-4}
 TEXT=${TEXT:-src/longreach/tasks/haystack/haystack.txt} TEXT_LENGTH=${TEXT_LENGTH:-16384}
 DRAWN=${DRAWN:-128:2,128:8,512:4,512:8,512:32,512:256} BUDGETS=${BUDGETS:-128:2 128:8 512:2 512:8 512:32 512:256}
 
@@ -20,19 +23,20 @@ declare -A VARIANTS=(
   [fastmka]="fastmka" [fastmka-3]="fastmka tiers=[1,2,3]" [fastmka-fixed]="fastmka routing=fixed"
   [fastmka-top1]="fastmka routing=top1" [fastmka-top2]="fastmka tiers=[1,2,3] routing=top2" [mka]="mka" [mka-2]="mka tiers=[1,2]"
   [mka-gated]="mka mode=gated" [block]="block_mka" [block-bounds]="block_mka recall=bounds" [block-hash]="block_mka recall=hash"
-  [block-index]="block_mka recall=index" [block-local]="block_mka tiers=[1,2]" [block-drawn]="block_mka recall=bounds"
+  [block-bounds-long]="block_mka recall=bounds" [block-index]="block_mka recall=index"
+  [block-local]="block_mka tiers=[1,2]" [block-drawn]="block_mka recall=bounds"
 )
 ORDER=(mha gqa-2 mqa mla fastmka fastmka-3 mka mka-gated block block-bounds block-hash block-index block-local
-  block-drawn
+  block-drawn block-bounds-long
   fastmka-fixed fastmka-top1 fastmka-top2 mka-2)
 
 mkdir -p "$OUT" "$MODELS"
 measure() { # model folder, name of the records
   [ -s "$OUT/mini-mka-$2.json.gz" ] || longreach eval --model "$1" --tasks ruler --length "$EVALUATE" \
-    --samples "$SAMPLES" --workers "$WORKERS" ${EVAL_BATCH:+--batch "$EVAL_BATCH"} --method dense \
-    --output "$OUT/mini-mka-$2.json.gz"
+    --samples "$SAMPLES" --workers "$WORKERS" ${EVAL_BATCH:+--batch "$EVAL_BATCH"} --prefill-chunk-size "$PREFILL" \
+    --method dense --output "$OUT/mini-mka-$2.json.gz"
   [ -s "$OUT/mini-mka-$2-perplexity.json" ] || longreach perplexity --model "$1" --text "$TEXT" \
-    --length "$TEXT_LENGTH" --decode-tokens 0 --output "$OUT/mini-mka-$2-perplexity.json"
+    --length "$TEXT_LENGTH" --decode-tokens 0 --prefill-chunk-size "$PREFILL" --output "$OUT/mini-mka-$2-perplexity.json"
 }
 at_budget() { # model folder, window, blocks -> a folder that reads the same weights at this budget
   local folder=$1-$2-$3
@@ -56,12 +60,14 @@ for name in "${@:-${ORDER[@]}}"; do
     longreach mka index "$folder" --out "$folder-trained" --length 4096
   fi
   [ ! -d "$folder-trained" ] || folder=$folder-trained
-  [ "$name" = block-drawn ] || measure "$folder" "$name"
+  case $name in block-drawn | *-long) ;; *) measure "$folder" "$name" ;; esac  # before healing they are block-bounds
   if [ ! -s "$folder-healed/config.json" ]; then
     resume=() draw=()
     [ "$name" != block-drawn ] || draw=(--draw-budget "$DRAWN")
     [ ! -e "$folder-healed/training-state.safetensors" ] || resume=(--resume)
-    longreach mka train "$folder" --teacher mini --kl 1 --nll 1 --out "$folder-healed" --data "$DATA" --steps "$STEPS" --lengths "$LENGTHS" \
+    steps=$STEPS
+    [[ $name != *-long ]] || steps=$((5 * STEPS))
+    longreach mka train "$folder" --teacher mini --kl 1 --nll 1 --out "$folder-healed" --data "$DATA" --steps "$steps" --lengths "$LENGTHS" \
       --batch-tokens "$BATCH" --accumulate "$ACCUMULATE" --workers "$WORKERS" "${draw[@]}" "${resume[@]}"
   fi
   if [ "$name" = block-drawn ]; then
@@ -71,4 +77,9 @@ for name in "${@:-${ORDER[@]}}"; do
   else
     measure "$folder-healed" "$name-healed"
   fi
+  case ${variant[0]} in
+    fastmka | mka | block_mka)
+      [ -s "$OUT/mini-mka-$name-routing.json" ] || longreach mka routing "$folder-healed" --text "$TEXT" \
+        --length "$TEXT_LENGTH" --output "$OUT/mini-mka-$name-routing.json" ;;
+  esac
 done
