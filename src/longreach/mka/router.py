@@ -44,14 +44,23 @@ class Router(nn.Module):
         shard: the heads of this rank, if q has those alone; the router's hidden layer is summed over ranks.
         """
         wide = accumulator(q.dtype)
-        needs = [tier == 3 or (tier == 2 and self.config.variant == "block_mka") for tier in self.config.tiers]
-        there = torch.ones(q.shape[0], len(needs), dtype=torch.bool, device=q.device)
-        if blocks is not None:
-            there = torch.stack([blocks if need else kept for need, kept in zip(needs, there.unbind(1))], 1)
+        there = self._available(q, blocks)
         routed = self._lambda(q, there, shard, wide)
         # level by level: a tensor of numbers would be copied to the device, which no CUDA graph permits
         start = torch.stack([kept * value for kept, value in zip(there.to(wide).unbind(1), self.config.start)], 1)
         return start + self.gate.bias.to(wide) * (routed - start)
+
+    def lambdas(self, q: Tensor, blocks: Tensor | None = None, shard: HeadShard | None = None) -> Tensor:
+        """lambda [R, levels], the weights before the gates. Arguments and dtype as for `forward`."""
+        return self._lambda(q, self._available(q, blocks), shard, accumulator(q.dtype))
+
+    def _available(self, q: Tensor, blocks: Tensor | None) -> Tensor:
+        """bool [R, levels]: whether a level has keys for a row."""
+        needs = [tier == 3 or (tier == 2 and self.config.variant == "block_mka") for tier in self.config.tiers]
+        there = torch.ones(q.shape[0], len(needs), dtype=torch.bool, device=q.device)
+        if blocks is None:
+            return there
+        return torch.stack([blocks if need else kept for need, kept in zip(needs, there.unbind(1))], 1)
 
     def _lambda(self, q: Tensor, there: Tensor, shard: HeadShard | None, wide: torch.dtype) -> Tensor:
         if self.config.routing == "fixed":

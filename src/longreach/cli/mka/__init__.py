@@ -1,4 +1,4 @@
-"""`longreach mka`: convert a model to MKA, FastMKA or Block-MKA, distil its index of blocks, heal it."""
+"""`longreach mka`: convert a model to MKA, FastMKA or Block-MKA, distil its index, heal it, show its routing."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from longreach.cli.common import add_command
 
 NAME = "mka"
-HELP = "convert a model to MKA, FastMKA or Block-MKA, and train it"
-ACTIONS = ("convert", "index", "train")
+HELP = "convert a model to MKA, FastMKA or Block-MKA, train it, and show its routing"
+ACTIONS = ("convert", "index", "train", "routing")
 
 
 def _module(action: str) -> Any:

@@ -1,4 +1,4 @@
-"""Arguments and steps that `longreach mka convert`, `index` and `train` share."""
+"""Arguments and steps that the commands of `longreach mka` share."""
 
 from __future__ import annotations
 
