@@ -9,7 +9,7 @@ from longreach.cli.common import add_json
 from longreach.cli.show import console, emit, waiting
 
 NAME = "report"
-HELP = "turn records of eval, perplexity, compare, attention, fusion and sampling into tables and pictures"
+HELP = "turn records of eval, perplexity, compare, attention, fusion, sampling and mka routing into tables and pictures"
 EXAMPLES = (
     "longreach report tasks.json --output report",
     "longreach report sweep.json perplexity.json --output report --json",
@@ -18,8 +18,8 @@ EXAMPLES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("records", nargs="+", type=Path, metavar="RECORD.json",
-                        help="records of eval, perplexity, compare, attention, fusion and sampling, for one "
-                        "report")  # fmt: skip
+                        help="records of eval, perplexity, compare, attention, fusion, sampling and mka "
+                        "routing, for one report")  # fmt: skip
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="folder for report.html, "
                         "report.md and pictures; earlier ones are replaced, other files stay")  # fmt: skip
     add_json(parser)

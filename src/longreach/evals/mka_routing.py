@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers import check_length
+from longreach.adapters.transformers import context_limit
 from longreach.errors import InvalidInput
 from longreach.evals.progress import Progress, unseen
 from longreach.mka.levels import Levels
@@ -43,7 +43,9 @@ def measure(model: Any, windows: Sequence[list[int]], progress: Progress = unsee
     levels, length = levels_of(model), len(windows[0])
     if not levels:
         raise InvalidInput("expected a model with MKA's layers, got one without; convert it first (longreach.convert)")
-    check_length(model, length, 0)
+    context = context_limit(model)
+    if context is not None and length > context:
+        raise InvalidInput(f"windows of {length} tokens exceed the model's context of {context} tokens; lower --length")
     edges = edges_of(length)
     sizes = [stop - start for start, stop in pairwise(edges)]
     tiers = next(iter(levels.values())).config.tiers  # of all layers

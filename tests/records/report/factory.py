@@ -208,6 +208,25 @@ def attention(layers: int = 3, heads: int = 2, window: int | None = 128) -> dict
     return content
 
 
+def routing(layers: Sequence[int] = (1, 2), levels: Sequence[int] = (1, 3)) -> dict[str, Any]:
+    """Of converted layers. lambda is 0.75 at level 1 but in the first of two parts, which has no other level."""
+    first, then = [1.0, *[0.0] * (len(levels) - 1)], [0.75, *[0.25 / (len(levels) - 1)] * (len(levels) - 1)]
+    parts = {"lambda": [first, then], "weight": [first, [2 * x for x in then]]}
+    whole = {name: [sum(column) / 2 for column in zip(*means, strict=True)] for name, means in parts.items()}
+    one = {"gate": [2.0] * len(levels), **whole, "by_position": parts}
+    content = {
+        **about("mka routing"),
+        "config": {"length": 16, "windows": 3, "limit": 3},
+        "files": [{"name": "book.txt", "sha256": "cd" * 32, "tokens": 100, "characters": 400}],
+        "options": {"variant": "block_mka", "routing": "learned"},
+        "results": {"levels": list(levels), "tokens": 48,
+                    "positions": [{"start": 0, "stop": 8}, {"start": 8, "stop": 16}],
+                    "layers": {str(layer): deepcopy(one) for layer in layers}},
+    }  # fmt: skip
+    del content["methods"]
+    return content
+
+
 def sampling(layers: int = 3, heads: int = 2, window: int | None = 128) -> dict[str, Any]:
     """Of three presets and a few methods. Errors of a preset: 10 / (bits tables), of a group 0.8 of that, plus a tenth
     for each layer. Layer 1 has a window, unless it is None."""

@@ -18,6 +18,7 @@ from longreach.records.report import (
     fusion_figures,
     perplexity,
     report,
+    routing,
     sampling_figures,
     scores,
 )
@@ -45,6 +46,7 @@ def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
         factory.fused(),
         factory.fusion(),
         factory.sampling(),
+        factory.routing(),
     ],
 )
 def test_no_record_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: dict[str, Any]) -> None:
@@ -55,6 +57,7 @@ def test_no_record_is_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         fused,
         fusion_figures,
         perplexity,
+        routing,
         sampling_figures,
         scores,
     ):  # pictures of odd numbers have their own tests

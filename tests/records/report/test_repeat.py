@@ -54,6 +54,12 @@ def test_the_command_of_perplexity() -> None:
     assert [str(path) for path in args.text] == ["book.txt"] and args.method == list(factory.METHODS)
 
 
+def test_the_command_of_mka_routing() -> None:
+    args = arguments(factory.routing())
+    assert (args.verb, args.action, args.model, args.length, args.limit) == ("mka", "routing", "DIRECTORY", 16, 3)
+    assert [str(path) for path in args.text] == ["book.txt"] and args.device == "cpu"
+
+
 def test_the_command_of_compare_has_all_options_of_methods() -> None:
     content = factory.fidelity()
     content["config"] = {"prompt_tokens": 900, "steps": 8, "layers": True, "prefill_chunk_size": 512,

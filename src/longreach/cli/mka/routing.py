@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None:
         check_writable(args.output)
     with waiting("loading the model"):
-        from longreach.adapters.transformers import check_length, device_of, load
+        from longreach.adapters.transformers import device_of, load
         from longreach.evals.mka_routing import levels_of, measure
         from longreach.evals.model_info import model_info
         from longreach.evals.perplexity import read_text, windows_of
@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
         levels = levels_of(model)
         if not levels:
             raise InvalidInput(refusal(model, args.model))
-        check_length(model, args.length, 0)
         texts = [read_text(path, tokenizer) for path in args.text]
         windows = windows_of(texts, tokenizer, args.length, args.limit)
         where, about = environment(model.device), model_info(model, args.model)

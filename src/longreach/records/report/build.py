@@ -18,6 +18,7 @@ from longreach.records.report.perplexity import perplexity
 from longreach.records.report.reading import Record
 from longreach.records.report.repeat import repeat
 from longreach.records.report.reused import reused
+from longreach.records.report.routing import routing
 from longreach.records.report.rows import groups
 from longreach.records.report.sampling import sampling
 from longreach.records.report.scores import scores
@@ -40,14 +41,14 @@ def build(records: Sequence[Record]) -> list[Block]:
                    *depths(group, file), *reused(group, file)]  # fmt: skip
     sections = (("perplexity", "Perplexity", perplexity), ("fidelity", "Fidelity", fidelity),
                 ("attention", "Attention", attention), ("fusion", "Fusion", fusion),
-                ("sampling", "Sampling", sampling))  # fmt: skip
+                ("sampling", "Sampling", sampling), ("mka routing", "Routing", routing))  # fmt: skip
     for kind, title, section in sections:
         chosen = [r for r in records if r.kind == kind]
         for number, record in enumerate(chosen, 1):
             length = f", {record.lengths[0]} tokens" if record.lengths else ""
             of = f" ({record.name})" if len(chosen) > 1 else ""
             blocks.append(Heading(2, f"{title}: {record['model']['name']} ({record['model']['dtype']}){length}{of}"))
-            blocks += section(record, f"{kind}{f'-{number}' if len(chosen) > 1 else ''}")
+            blocks += section(record, f"{kind.replace(' ', '-')}{f'-{number}' if len(chosen) > 1 else ''}")
     if evaluations:
         blocks += [Heading(2, "Failed samples"), *failures(evaluations)]
         blocks += [Heading(2, "Wrong answers"), Text(

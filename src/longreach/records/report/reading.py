@@ -11,6 +11,7 @@ from longreach.errors import InvalidInput
 from longreach.records.record import read
 from longreach.records.report.attention_shape import ATTENTION, check_attention
 from longreach.records.report.fusion_shape import FUSION, FUSION_CONFIG, check_fusion
+from longreach.records.report.routing_shape import ROUTING, ROUTING_CONFIG, check_routing
 from longreach.records.report.sampling_shape import STUDY, STUDY_CONFIG, check_sampling
 from longreach.records.report.schema import Each, Items, Maybe, Mismatch, Number, Perhaps, check
 
@@ -22,6 +23,7 @@ VERBS = {
     "attention": "longreach attention",
     "fusion": "longreach fusion",
     "sampling": "longreach sampling",
+    "mka routing": "longreach mka routing",
 }
 
 SHARE, COUNT = Number(0, 1), Number(0, 1 << 62)
@@ -106,6 +108,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "attention": {**ABOUT, **LENGTH, **ATTENTION},
     "fusion": {**ABOUT, **METHODS, **FUSION, "config": FUSION_CONFIG},
     "sampling": {**ABOUT, **STUDY, "config": STUDY_CONFIG},
+    "mka routing": {**ABOUT, **ROUTING, "config": ROUTING_CONFIG},
 }  # fmt: skip
 
 
@@ -147,8 +150,8 @@ def load_all(paths: Sequence[Path]) -> list[Record]:
     once = list({path.resolve(): path for path in paths}.values())
     if not once:
         raise InvalidInput(
-            "no records; name some that longreach eval, perplexity, compare, attention, fusion or sampling wrote "
-            "(--output)"
+            "no records; name some that longreach eval, perplexity, compare, attention, fusion, sampling or mka "
+            "routing wrote (--output)"
         )
     names = [path.name for path in once]
     return [load(path, path.name if names.count(path.name) == 1 else str(path)) for path in once]
@@ -184,6 +187,8 @@ def load(path: Path, name: str | None = None) -> Record:
             check_fusion(content)
         elif kind == "sampling":
             check_sampling(content["results"])
+        elif kind == "mka routing":
+            check_routing(content["results"])
         else:
             _check_labels(content)
     except Mismatch as error:

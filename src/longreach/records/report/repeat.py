@@ -30,8 +30,9 @@ OPTIONS = {
     "attention": ("length", "samples", "rows", "seed", "prefill_chunk_size"),
     "fusion": ("length", "samples", "seed", "chunk_tokens", "chunks", "prefill_chunk_size"),
     "sampling": ("length", "samples", "rows", "seed", "centre", "prefill_chunk_size"),
+    "mka routing": ("length", "limit"),
 }
-PLAIN = ("attention", "sampling")  # kinds whose methods are not chosen by options
+PLAIN = ("attention", "sampling", "mka routing")  # kinds whose methods are not chosen by options
 DEFAULTS = {"temperature": 0.0, "draws": 1, "chunk_ends": "text", "question": "prefill"}
 
 
@@ -57,8 +58,8 @@ def _command(record: Record) -> str:
     """The command. Paths of the model and of data sets are placeholders."""
     config, model = record["config"], record["model"]
     folder = "mini" if model["name"] == "longreach-mini" else "DIRECTORY"
-    words = [*VERBS[record.kind].split(), "--model", folder, "--device", record["device"]["type"], "--dtype",
-             model["dtype"], *_input(record)]  # fmt: skip
+    named_model = [folder] if record.kind == "mka routing" else ["--model", folder, "--dtype", model["dtype"]]
+    words = [*VERBS[record.kind].split(), *named_model, "--device", record["device"]["type"], *_input(record)]
     for name in OPTIONS[record.kind]:
         value = ",".join(map(str, record.lengths)) if name == "length" else config.get(name)
         if value is not None and value != DEFAULTS.get(name):
@@ -82,7 +83,7 @@ def _input(record: Record) -> list[str]:
     if record.kind == "eval":
         tasks = [entry.get("task", name) for name, entry in record["tasks"].items()]
         return ["--tasks", ",".join(dict.fromkeys(map(_task, tasks)))]
-    if record.kind == "perplexity":
+    if record.kind in ("perplexity", "mka routing"):
         return [word for file in record["files"] for word in ("--text", file["name"])]
     if record.kind == "attention":
         return []
