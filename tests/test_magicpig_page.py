@@ -358,30 +358,6 @@ def test_steps_on_a_gpu() -> None:
         assert f"search {x['search_bytes'] / 1e6:.1f} MB, attention {x['attention_bytes'] / 1e6:.1f} MB" in words
 
 
-def test_host_memory() -> None:
-    (case,) = record("host")["cases"].values()
-    _, _, (head, rows) = list(tables(section(PAGE, "On a GPU", "On a CPU")))
-    dense = micros(case, "dense")
-    expected = list[Row]()
-    for entry in case["entries"]:
-        step = float(entry["microseconds"]["median"])
-        expected.append((
-            f"`{entry['name']}`", f"{step / 1e3:.1f} ms", f"{dense / step:.1f}x", f"{entry['link_bytes'] / 1e6:.0f} MB",
-            f"{entry['link_gb_per_s']:.0f}", f"{entry['percent_of_dense']:.1f}%",
-            f"{entry['memory']['state'] / 2**30:.1f} GiB",
-        ))  # fmt: skip
-    assert head[0] == "method" and rows == expected
-    by = {entry["name"]: entry for entry in case["entries"]}
-    group, own = by["magicpig (10,75) group"], by["magicpig (10,150) own"]
-    more = (own["link_bytes"] - group["link_bytes"]) / 1e6
-    longer = (own["microseconds"]["median"] - group["microseconds"]["median"]) / 1e3
-    words = " ".join(PAGE.split())
-    assert f"reads {more:.0f} MB more than" in words
-    assert f"takes {longer:.1f} ms longer, which is {more / longer:.0f} GB/s" in words
-    slower = [micros(case, f"{name} on the CPU") / micros(case, name) for name in by if f"{name} on the CPU" in by]
-    assert f"takes {min(slower):.1f} to {max(slower):.1f} times as long as reading them over the link" in words
-
-
 def test_tokens_on_a_cpu() -> None:
     rows = table_of("method", "bytes read", "Numba", "PyTorch", "speed")
     assert rows == [token_row(found) for found in decoding().values()]

@@ -76,4 +76,5 @@ def test_numbers_come_from_the_records(tmp_path: Path) -> None:
 
 def test_without_records(tmp_path: Path) -> None:
     assert front.headline(tmp_path) == "No measurements yet." and front.drawn(tmp_path) == []
+    assert front.picture(tmp_path) is None
     assert front.table(tmp_path).count("| - | - | - | - |") == len(front.METHODS)

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from longreach.bench.readme import PAGES, markers, numbers, rewritten, update
+from longreach.bench import readme
+from longreach.bench.readme import PAGES, PICTURES, markers, numbers, redrawn, rewritten, update
 from longreach.bench.readme_models import WAYS, models
 from longreach.bench.record import add
 from longreach.errors import InvalidInput
@@ -80,3 +81,16 @@ def test_without_records_nothing_is_wiped_out(tmp_path: Path) -> None:
         with pytest.raises(InvalidInput, match="holds no records"):
             update(tmp_path, "README.md", place)
     assert readme.read_text() == (ROOT / "README.md").read_text()
+
+
+def test_pictures_are_drawn_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    for name in PICTURES:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        assert (ROOT / name).is_file()
+    results = ROOT / "benchmarks/results"
+    assert redrawn(tmp_path, results) == dict.fromkeys(PICTURES, True)
+    assert redrawn(tmp_path, results) == dict.fromkeys(PICTURES, False)
+    assert redrawn(tmp_path, tmp_path) == {}, "pictures without records are left alone"
+    monkeypatch.setattr(readme, "find_spec", lambda name: None)
+    assert redrawn(tmp_path, results) == dict.fromkeys(PICTURES)

@@ -149,9 +149,15 @@ def drawn(results: Path) -> list[Point]:
     ]
 
 
-def picture(results: Path) -> bytes:
-    """PNG: quality against bytes read, a point a method. Raises Unsupported without matplotlib."""
-    panel = PointPanel(f"longreach-mini, RULER, {LENGTH:,} tokens", tuple(drawn(results)))
+def picture(results: Path) -> bytes | None:
+    """PNG: quality against bytes read, a point a method. None without records.
+
+    Raises Unsupported without matplotlib.
+    """
+    found = drawn(results)
+    if not found:
+        return None
+    panel = PointPanel(f"longreach-mini, RULER, {LENGTH:,} tokens", tuple(found))
     return points([panel], "bytes read by decode steps, over dense attention's", "mean score")
 
 

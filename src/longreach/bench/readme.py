@@ -1,8 +1,8 @@
-"""The numbers of README, docs/quality.md and docs/speed.md, written from the records between markers."""
+"""Write the numbers of README, docs/quality.md and docs/speed.md, and the pictures of PICTURES, from the records."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from longreach.bench import front
 from longreach.bench.case import EVICT, FUSION, HOST, STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.format import goal, outcome, rate
+from longreach.bench.host import picture as host
 from longreach.bench.readme_models import models
 from longreach.bench.record import read
 from longreach.errors import InvalidInput
@@ -18,7 +19,6 @@ from longreach.records.quality import quality, summary
 from longreach.records.record import files
 from longreach.records.skipped import Skipped, skipped
 
-PICTURE = "docs/quality.png"
 # their entries are many, and compare with one another; `models` has the first two
 APART = STEPS, USER, FUSION, EVICT, HOST
 
@@ -41,15 +41,17 @@ def update(root: Path, name: str, results: Path) -> bool:
     return new != text
 
 
-def redrawn(root: Path, results: Path) -> bool | None:
-    """Draw README's picture, if matplotlib is installed; whether it had changed, None without matplotlib."""
+def redrawn(root: Path, results: Path) -> dict[str, bool | None]:
+    """Draw the pictures of PICTURES that have records: name -> whether it had changed, None without matplotlib."""
     if find_spec("matplotlib") is None:
-        return None
-    path, new = root / PICTURE, front.picture(results)
-    if path.is_file() and path.read_bytes() == new:
-        return False
-    path.write_bytes(new)
-    return True
+        return dict.fromkeys(PICTURES)
+    changed: dict[str, bool | None] = {}
+    for name, draw in PICTURES.items():
+        path, new = root / name, draw(results)
+        if new is not None:
+            changed[name] = not path.is_file() or path.read_bytes() != new
+            path.write_bytes(new)
+    return changed
 
 
 def rewritten(text: str, results: Path, blocks: Sequence[str]) -> str:
@@ -150,4 +152,8 @@ PAGES = {
     "README.md": ("headline", "methods"),
     "docs/quality.md": ("quality", "tasks"),
     "docs/speed.md": ("models", "records"),
+}
+PICTURES: dict[str, Callable[[Path], bytes | None]] = {
+    "docs/quality.png": front.picture,
+    "docs/magicpig/host-batches.png": host.picture,
 }

@@ -27,7 +27,7 @@ EXAMPLES = (
     "longreach bench run chunk-store --out runs/bench    (needs no GPU, but 20 GB of disk, in --out)",
     "longreach bench run --tiny --out runs/bench     (any CPU: exercises the code, measures nothing)",
     "longreach bench check    (lists records of changed kernels or of a dirty tree)",
-    "longreach bench readme   (write the numbers of README, docs/quality.md and docs/speed.md)",
+    "longreach bench readme   (write the numbers of README, docs/quality.md and docs/speed.md, and two pictures)",
 )
 ACTIONS = ("list", "run", "check", "readme")
 RESULTS = Path("benchmarks/results")
@@ -277,11 +277,11 @@ def _spot(args: argparse.Namespace) -> int:
 
 
 def _readme(args: argparse.Namespace) -> int:
-    from longreach.bench.readme import PAGES, PICTURE, redrawn, update
+    from longreach.bench.readme import PAGES, redrawn, update
 
     root = Path()
     changed: dict[str, bool | None] = {page: update(root, page, args.out) for page in PAGES}
-    changed[PICTURE] = redrawn(root, args.out)
+    changed |= redrawn(root, args.out)
     if args.json:
         emit({"changed": changed})
     else:
