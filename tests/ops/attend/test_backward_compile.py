@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from longreach.ops import KVView, Lists, Rows, Span, Spans, absolute, relative
 from longreach.ops.attend import triton, triton_backward_kernels, triton_kernels, triton_list_backward_kernels
-from longreach.ops.attend import triton_merging, triton_tiled_lists_kernels
+from longreach.ops.attend import triton_merging, triton_pair_kernels
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling
 
@@ -27,7 +27,7 @@ with (
     selection = {
         "spans": Spans((Span(absolute(0), absolute(4)), Span(absolute(torch.zeros(256, 1).int()), relative(1)))),
         "lists": Lists(index, count, torch.zeros(256, 2, 3, requires_grad=True), block=64),
-        "tiles": Lists(index, count, block=64),
+        "pairs": Lists(index, count, block=64),
     }[kind]
     q = torch.zeros(256, 2 * group, dim, dtype=dtype, requires_grad=True)
     k, v = (torch.zeros(1, 2, 256, dim, dtype=dtype, requires_grad=True) for _ in range(2))
@@ -35,21 +35,23 @@ with (
     with (
         compiling(triton_backward_kernels, "deltas", "spans_dq", "spans_dkv") as shared,
         compiling(triton_list_backward_kernels, "lists_dq", "lists_dkv") as listed,
-        compiling(triton_tiled_lists_kernels, "tiles_forward", "tiles_dq") as tiled,
+        compiling(
+            triton_pair_kernels, "pair_keys", "pairs_forward", "pairs_merge", "pairs_backward", "blocks_sum", "pairs_dq"
+        ) as paired,
     ):
         got = triton.attend(rows, kv, selection, scale=1.0, softcap=30.0 if dim == 64 else None, sink_logit=None)
         (got.out.sum() + got.lse.sum()).backward()
-print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in shared + listed + tiled]))
+print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in shared + listed + paired]))
 """
 KERNELS = {
     "spans": ["deltas", "spans_dq", "spans_dkv"],
     "lists": ["deltas", "spans_dkv", "lists_dq", "lists_dkv"],
-    "tiles": ["deltas", "spans_dkv", "lists_dkv", "tiles_forward", "tiles_dq"],
+    "pairs": ["deltas", "pair_keys", "pairs_forward", "pairs_merge", "pairs_backward", "blocks_sum", "pairs_dq"],
 }
 CASES = [
-    ("tiles", 128, "bfloat16", 4), ("spans", 128, "bfloat16", 4), ("lists", 128, "bfloat16", 4),
-    ("spans", 64, "float16", 1), ("tiles", 80, "bfloat16", 7), ("tiles", 256, "bfloat16", 8),
-    ("spans", 128, "float32", 16), ("tiles", 64, "float32", 1),
+    ("pairs", 128, "bfloat16", 4), ("spans", 128, "bfloat16", 4), ("lists", 128, "bfloat16", 4),
+    ("spans", 64, "float16", 1), ("pairs", 80, "bfloat16", 7), ("pairs", 256, "bfloat16", 8),
+    ("spans", 128, "float32", 16), ("pairs", 64, "float32", 1),
 ]  # fmt: skip
 
 

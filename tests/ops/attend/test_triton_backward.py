@@ -170,14 +170,14 @@ def test_the_same_bits_at_each_call() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("kind", ["spans", "lists", "tiles"])
+@pytest.mark.parametrize("kind", ["spans", "lists", "pairs"])
 def test_what_no_row_selects_is_not_read_and_gets_no_gradient(kind: str) -> None:
     kv = clean(random_kv([40], heads=1, dim=16))
     rows = replace(random_rows(kv, 3), pos=torch.tensor([39, 30, 20]))
     spans = Spans((Span(absolute(5), absolute(9)), Span(relative(-3), relative(1))))
     lists = Lists(torch.tensor([[[1, 2]], [[2, 1]], [[1, 0]]]), torch.tensor([[2], [2], [1]]), block=4)
-    tiles = Lists(torch.tensor([[[2]], [[0]], [[0]]]), torch.ones(3, 1).long(), block=16)
-    selection: Selection = {"spans": spans, "lists": lists, "tiles": tiles}[kind]
+    pairs = Lists(torch.tensor([[[2]], [[0]], [[0]]]), torch.ones(3, 1).long(), block=16)
+    selection: Selection = {"spans": spans, "lists": lists, "pairs": pairs}[kind]
     read = selection.mask(rows, kv).any(0).any(0)
     want = gradients(rows, kv, selection, "triton")
     poison(kv, 0, 0, [n for n in range(40) if not read[n]])

@@ -110,34 +110,6 @@ def tile_ranges(tiles: Tensor, seq: Tensor, shape: Shape, limits: Limits, block:
     return torch.stack([first, stop], -1).int().contiguous()
 
 
-class TileLists(NamedTuple):
-    """The blocks that the rows of a tile list, each once. block, rows: int32 [tiles, A, T C], rows the sum of 2^t over
-    entries t of the tile that list the block; used: int32 [tiles, A], how many of them there are."""
-
-    block: Tensor
-    rows: Tensor
-    used: Tensor
-
-
-def tile_lists(lists: RowLists, tiles: Tensor, seen: Tensor, block: int) -> TileLists:
-    """The lists of each tile's rows, put together. An entry that a list names twice counts once."""
-    size = tiles.shape[1]
-    there = _used(lists, seen, block)[tiles.clamp(min=0).long()] & (tiles >= 0)[..., None, None]
-    index = lists.each(lists.index).long()[tiles.clamp(min=0).long()]  # [tiles, T, A, C]
-    none = torch.iinfo(torch.int64).max
-    key = index * size + torch.arange(size, device=index.device)[:, None, None]
-    key = torch.where(there, key, none).transpose(1, 2).flatten(2).sort(-1).values
-    before = torch.nn.functional.pad(key[..., :-1], (1, 0), value=-1)
-    used, entry = key < none, torch.where(key < none, key % size, 0)
-    fresh = used & (torch.div(key, size, rounding_mode="floor") != torch.div(before, size, rounding_mode="floor"))
-    place = (fresh.cumsum(-1) - 1).clamp(min=0)
-    bit = torch.where(used & (key != before), torch.ones_like(entry) << entry, 0)
-    rows = torch.zeros_like(key).scatter_add(-1, place, bit)
-    blocks = torch.zeros_like(key).scatter_reduce(-1, place, torch.where(used, key // size, 0), "amax")
-    assert size <= 31, size
-    return TileLists(blocks.int(), rows.int(), fresh.sum(-1).int())
-
-
 def _used(lists: RowLists, seen: Tensor, block: int) -> Tensor:
     """bool [R, A, C]: entries in use that name a block of which the row sees some key."""
     index, used, room = lists.each(lists.index), lists.each(lists.count), lists.index.shape[2]

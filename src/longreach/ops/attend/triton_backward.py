@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from longreach.errors import Unsupported
 from longreach.ops.attend import backward_plan as plans
-from longreach.ops.attend.triton_backward_launches import Form, Problem, tiles_lists
+from longreach.ops.attend import triton_pairs as pairs
+from longreach.ops.attend.triton_backward_launches import Form, Problem
 from longreach.ops.partial import merge
 from longreach.ops.selection import Lists, Selection, Spans, slots_seen
 from longreach.ops.types import KVView, Partial, Rows
@@ -55,7 +56,7 @@ def attend(
     else:
         assert isinstance(selection, Spans)
         choice = plans.limits_of(rows, kv, selection)
-    form = Form(float(scale), softcap, selection.per == "query", block, tiles_lists(block, weight is not None))
+    form = Form(float(scale), softcap, selection.per == "query", block)
     seen = slots_seen(rows, kv).int()
     result = Partial(*_Attend.apply(forward, form, weight, rows.q, kv.k, kv.v, rows.seq, rows.pos, seen, *choice))
     if sink_logit is None:
@@ -70,9 +71,9 @@ class _Attend(torch.autograd.Function):
         ctx: Any, forward: Callable[[], Partial], form: Form, weight: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
         q, *others = tensors
-        if form.tiled and q.shape[0]:
+        if pairs.takes(form.block, weight is not None) and q.shape[0]:
             with torch.cuda.device_of(q):
-                out, lse = Problem(form, q, *others[:5]).tiled_forward(_lists(weight, *others[5:]))
+                out, lse = pairs.Pairs(Problem(form, q, *others[:5]), _lists(weight, *others[5:])).forward()
         else:
             result = forward()
             out, lse = result.out, result.lse
@@ -93,7 +94,9 @@ class _Attend(torch.autograd.Function):
         with torch.cuda.device_of(q):
             problem = Problem(form, q, k, v, seq, pos, seen)
             results = problem.results(out, lse, dout, dlse)
-            if form.block:
+            if pairs.takes(form.block, weight is not None):
+                dq, dk, dv = pairs.Pairs(problem, _lists(weight, *choice)).backward(results)
+            elif form.block:
                 lists = _lists(weight, *choice)
                 if needs_q or learnt:
                     dq, dw = problem.lists_rows(results, lists, learnt)

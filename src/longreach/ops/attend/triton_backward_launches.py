@@ -1,4 +1,4 @@
-"""Launches of attend's backward on the GPU, and of its forward over lists for tiles of rows."""
+"""Launches of attend's backward on the GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from longreach.ops.attend import backward_plan as plans
 from longreach.ops.attend import triton_backward_kernels as kernels
 from longreach.ops.attend import triton_list_backward_kernels as list_kernels
-from longreach.ops.attend import triton_tiled_lists_kernels as tiled_kernels
 from longreach.ops.attend.triton_tuning import INTERPRETED, next_power_of_2
 
 PROGRAMS = 0 if INTERPRETED else 1024  # blocks of keys are split by rows until there are about as many
@@ -18,22 +17,12 @@ MOST_SPLITS = 8
 
 
 class Form(NamedTuple):
-    """What the backward knows of an attend without its tensors. block: keys of an entry of the lists, 0 for spans.
-
-    tiled: lists are attended to by tiles of rows (see `tiles_lists`).
-    """
+    """What the backward knows of an attend without its tensors. block: keys of an entry of the lists, 0 for spans."""
 
     scale: float
     softcap: float | None
     per_query: bool
     block: int
-    tiled: bool = False
-
-
-def tiles_lists(block: int, weighted: bool) -> bool:
-    """Whether lists are put together for tiles of rows: blocks long enough to fill a tile of the tensor cores, and no
-    log-weights, which differ from row to row."""
-    return block >= 16 and not weighted
 
 
 class Results(NamedTuple):
@@ -100,10 +89,6 @@ class Problem:
     def lists_rows(self, results: Results, lists: plans.RowLists, learnt: bool) -> tuple[Tensor, Tensor | None]:
         """dq, and the gradient of log-weights if `learnt`."""
         dq = torch.empty_like(self.q, memory_format=torch.contiguous_format)
-        if self.form.tiled:
-            given, grid, options = self._tiled(lists)
-            tiled_kernels.tiles_dq[grid](*given, results, dq, self.heads, *self.logits, **options)
-            return dq, None
         room, units = lists.index.shape[2], lists.number.shape[1]
         keys, parts = self._parts()
         dw = dq.new_zeros((self.count, units, room, parts) if learnt else (1,), dtype=torch.float32)
@@ -120,32 +105,6 @@ class Problem:
         # on a GPU accumulation sorts its indices: the same bits each time
         weight.flatten(0, 1).index_put_((lists.number.long().flatten(),), dw.sum(-1).flatten(0, 1), accumulate=True)
         return dq, weight.to(lists.log_weight.dtype)
-
-    def tiled_forward(self, lists: plans.RowLists) -> tuple[Tensor, Tensor]:
-        """out and lse, tile by tile."""
-        out = torch.empty(self.q.shape, dtype=torch.float32, device=self.q.device)
-        lse = out.new_empty(out.shape[:2])
-        given, grid, options = self._tiled(lists)
-        tiled_kernels.tiles_forward[grid](*given, out, lse, self.heads, *self.logits, **options)
-        return out, lse
-
-    def _tiled(self, lists: plans.RowLists) -> tuple[tuple[Any, ...], tuple[int, int], dict[str, Any]]:
-        """Arguments, grid and constants of the kernels that go through the lists of tiles."""
-        units = lists.number.shape[1]
-        width = self.heads // units
-        m = min(self.m, 16 * width)  # at most 16 rows: their numbers are bits of an int32
-        tiles = self._tiles(width, m)
-        chosen = plans.tile_lists(lists, tiles, self.seen, self.form.block)
-        keys, parts = self._parts()
-        given = (
-            self.q, self.q.stride()[:2], (self.seq, self.seen, tiles), self.memory, (chosen.block, chosen.rows),
-            chosen.used, lists.count, lists.number,
-        )  # fmt: skip
-        options = {
-            "A": units, "C": lists.index.shape[2], "WIDTH": width, "GROUP": self.group, "BLOCK": self.form.block,
-            "SUBS": parts, "T": m // width, "M": next_power_of_2(m), "BN": keys, **self.options,
-        }  # fmt: skip
-        return given, (tiles.shape[0], units), options
 
     def lists_keys(self, results: Results, lists: plans.RowLists) -> tuple[Tensor, Tensor]:
         """dk, dv: of rows whose lists overflowed first, as of a span, then of all entries."""
