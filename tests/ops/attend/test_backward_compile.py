@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 from longreach.ops import KVView, Lists, Rows, Span, Spans, absolute, relative
 from longreach.ops.attend import triton, triton_backward_kernels, triton_kernels, triton_list_backward_kernels
-from longreach.ops.attend import triton_merging, triton_pair_kernels
+from longreach.ops.attend import triton_merging, triton_pair_backward_kernels, triton_pair_kernels
 from longreach.ops.attend.triton_tuning import Tuning
 from longreach.testing.compile import compiling
 
@@ -35,18 +35,18 @@ with (
     with (
         compiling(triton_backward_kernels, "deltas", "spans_dq", "spans_dkv") as shared,
         compiling(triton_list_backward_kernels, "lists_dq", "lists_dkv") as listed,
-        compiling(
-            triton_pair_kernels, "pair_keys", "pairs_forward", "pairs_merge", "pairs_backward", "blocks_sum", "pairs_dq"
-        ) as paired,
+        compiling(triton_pair_kernels, "pair_keys", "pairs_forward", "pairs_merge", "over_forward") as paired,
+        compiling(triton_pair_backward_kernels, "pairs_backward", "blocks_sum", "pairs_dq", "over_dq") as back,
     ):
         got = triton.attend(rows, kv, selection, scale=1.0, softcap=30.0 if dim == 64 else None, sink_logit=None)
         (got.out.sum() + got.lse.sum()).backward()
-print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in shared + listed + paired]))
+print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in shared + listed + paired + back]))
 """
 KERNELS = {
     "spans": ["deltas", "spans_dq", "spans_dkv"],
     "lists": ["deltas", "spans_dkv", "lists_dq", "lists_dkv"],
-    "pairs": ["deltas", "pair_keys", "pairs_forward", "pairs_merge", "pairs_backward", "blocks_sum", "pairs_dq"],
+    "pairs": ["deltas", "pair_keys", "pairs_forward", "pairs_merge", "over_forward", "pair_keys", "pairs_backward",
+              "blocks_sum", "pairs_dq", "over_dq"],
 }
 CASES = [
     ("pairs", 128, "bfloat16", 4), ("spans", 128, "bfloat16", 4), ("lists", 128, "bfloat16", 4),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longreach.ops.attend import triton_pair_backward_kernels as backward
 from longreach.ops.attend import triton_pair_kernels as kernels
 from longreach.ops.attend.backward_plan import RowLists
 from longreach.ops.attend.triton_backward_launches import Problem, Results
@@ -50,11 +51,14 @@ class Pairs:
         self.of_list = {
             "A": self.units, "C": self.room, "WIDTH": self.width, "BLOCK": block, "SUBS": self.parts,
         }  # fmt: skip
-        capped = {"CAPPED": problem.form.softcap is not None, **problem.sizes}
+        wide = next_power_of_2(self.width)
         self.by_pair = {"T": problem.m // self.width, "M": problem.m, "BN": self.keys, **self.of_list, **problem.options}
-        self.by_row = {
-            "GROUP": problem.group, "M": max(16, next_power_of_2(self.width)), "BN": 16, **self.of_list, **capped,
-            "num_warps": 1,
+        at_once = max(1, min(next_power_of_2(self.room * self.parts), 32 // wide))
+        self.by_row = {"WIDE": wide, "U": at_once, **self.of_list, **problem.sizes,
+                       "num_warps": 1 if INTERPRETED else 2}  # fmt: skip
+        self.by_overflow = {
+            "A": self.units, "C": self.room, "WIDTH": self.width, "GROUP": problem.group, "N": 256, "M": max(16, wide),
+            "BN": 16, "CAPPED": problem.form.softcap is not None, **problem.sizes, "num_warps": 1 if INTERPRETED else 4,
         }  # fmt: skip
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -71,9 +75,13 @@ class Pairs:
                 *p.logits, **self.by_pair,
             )  # fmt: skip
             kernels.pairs_merge[(seen.shape[0] * self.units,)](
-                q, strides, p.seq[some], seen, p.memory, self._listed(chunk), parts, out[some], lse[some], p.heads,
-                *p.logits, **self.by_row,
-            )  # fmt: skip
+                seen, self._listed(chunk.lists), parts, out[some], lse[some], p.heads, **self.by_row
+            )
+        units = p.count * self.units
+        kernels.over_forward[(-(-units // self.by_overflow["N"]),)](
+            p.q, p.q.stride()[:2], p.seq, p.seen, p.memory, self._listed(self.lists), out, lse, units, p.heads,
+            *p.logits, **self.by_overflow,
+        )  # fmt: skip
         return out, lse
 
     def backward(self, results: Results) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,19 +98,23 @@ class Pairs:
             work = dq.new_empty((2 * programs, self.parts, 2, self.keys, p.q.shape[2]), dtype=torch.float32)
             parts, mine = self._parts(chunk), Results(*(x[some] for x in results))
             q, strides, seen = p.q[some], p.q.stride()[:2], p.seen[some]
-            kernels.pairs_backward[(programs, self.parts)](
+            backward.pairs_backward[(programs, self.parts)](
                 q, strides, seen, p.memory, chunk.pairs, mine, parts, dk, dv, dk.stride()[:2], work, size, p.heads,
                 p.shape.kv_heads, self.blocks, self.most, p.shape.slots, *p.logits, **self.by_pair,
             )  # fmt: skip
-            kernels.blocks_sum[(self.most * self.parts,)](
+            backward.blocks_sum[(self.most * self.parts,)](
                 p.q, strides, p.seq, p.seen, p.memory, chunk.pairs[2], work, over, results, dk, dv, dk.stride()[:2],
                 size, p.heads, p.shape.kv_heads, self.blocks, p.shape.slots, *p.logits, OVER=last, GROUP=p.group,
                 **{name: x for name, x in self.by_pair.items() if name != "C"},
             )  # fmt: skip
-            kernels.pairs_dq[(seen.shape[0] * self.units,)](
-                q, strides, p.seq[some], seen, p.memory, self._listed(chunk), mine, parts, dq[some], p.heads,
-                *p.logits, **self.by_row,
-            )  # fmt: skip
+            backward.pairs_dq[(seen.shape[0] * self.units,)](
+                seen, self._listed(chunk.lists), parts, dq[some], p.heads, p.logits[0], **self.by_row
+            )
+        units = p.count * self.units
+        backward.over_dq[(-(-units // self.by_overflow["N"]),)](
+            p.q, p.q.stride()[:2], p.seq, p.seen, p.memory, self._listed(self.lists), results, dq, units, p.heads,
+            *p.logits, **self.by_overflow,
+        )  # fmt: skip
         return dq, dk.to(p.k.dtype), dv.to(p.k.dtype)
 
     @property
@@ -147,5 +159,6 @@ class Pairs:
         """Room for what pairs leave, with the dtype of q."""
         return self.p.q.new_empty(chunk.count * self.parts * self.width * self.p.q.shape[2])
 
-    def _listed(self, chunk: _Chunk) -> tuple[Any, ...]:
-        return chunk.lists.index, chunk.lists.count, chunk.lists.number
+    @staticmethod
+    def _listed(lists: RowLists) -> tuple[Any, ...]:
+        return lists.index, lists.count, lists.number
