@@ -131,7 +131,8 @@ def attend_summaries(rows: Rows, summaries: KVView | None, reach: Reach, scale: 
         return Partial.empty(*rows.q.shape, dtype=accumulator(rows.q.dtype), device=rows.q.device)
     last = rows.pos.new_full((), summaries.capacity).expand_as(rows.pos)
     some = Spans((Span(absolute(reach.start[:, None]), absolute(reach.stop[:, None])),))
-    return attend(Rows(rows.q, rows.seq, last), summaries, some, scale=scale, impl=impl)
+    runs = None if rows.runs is None else tuple(run._replace(first=None) for run in rows.runs)
+    return attend(Rows(rows.q, rows.seq, last, runs), summaries, some, scale=scale, impl=impl)
 
 
 def attend_window(rows: Rows, kv: KVView, reach: Reach, scale: float, *, impl: str = "auto") -> Partial:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.mka.tokens import Tokens
-from longreach.ops.types import KVView, Rows
+from longreach.ops.types import KVView, RowRange, Rows
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,10 @@ class Layout:
 
     def rows(self, q: Tensor) -> Rows:
         """q [R, H, D] -> Rows of the memory."""
-        return Rows(q, self.seq, self.slot)
+        runs = None
+        if self.start is None:
+            runs = tuple(RowRange(self.shape[1], number, 0) for number in range(self.shape[0]))
+        return Rows(q, self.seq, self.slot, runs)
 
     def view(self, k: Tensor, v: Tensor) -> KVView:
         """k, v [R, G, D] -> the memory of the pass; gradients flow. No copy for an unpadded rectangle."""

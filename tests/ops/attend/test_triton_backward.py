@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, absolute, attend, mix, relative
-from longreach.ops.attend import triton_backward_launches
+from longreach.ops.attend import triton_backward_launches, triton_pairs
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.selections import packed, random_lists, random_selection
 from tests.ops.attend.kernels import HALF, here, needs_gpu
@@ -92,6 +92,19 @@ def test_lists(lists: dict[str, Any]) -> None:
     if made.log_weight is not None:
         made = replace(made, log_weight=made.log_weight.nan_to_num(0.0))
     agrees(rows, kv, made)
+
+
+@pytest.mark.parametrize("block", [16, 40])
+def test_a_block_that_many_rows_list(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pairs than one program takes, before and after blocks that few list; and rows in several chunks."""
+    kv = clean(random_kv([130, 125], heads=2, dim=16, seed=5))
+    rows = random_rows(kv, 120, group=2, seed=5)
+    popular = torch.rand(120, 2, 1, generator=torch.Generator().manual_seed(0)) < 0.8
+    index = torch.where(popular, 0, 1)
+    lists = Lists(torch.cat([index, index + 1], 2).int(), torch.full((120, 2), 2), block=block)
+    agrees(rows, kv, lists)
+    monkeypatch.setattr(triton_pairs, "PARTS_BYTES", 1 << 30)
+    agrees(rows, kv, lists)
 
 
 def test_spans_of_whole_sequences() -> None:

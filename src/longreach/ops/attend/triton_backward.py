@@ -56,7 +56,7 @@ def attend(
     else:
         assert isinstance(selection, Spans)
         choice = plans.limits_of(rows, kv, selection)
-    form = Form(float(scale), softcap, selection.per == "query", block)
+    form = Form(float(scale), softcap, selection.per == "query", block, rows.runs)
     seen = slots_seen(rows, kv).int()
     result = Partial(*_Attend.apply(forward, form, weight, rows.q, kv.k, kv.v, rows.seq, rows.pos, seen, *choice))
     if sink_logit is None:

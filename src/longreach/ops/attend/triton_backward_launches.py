@@ -11,18 +11,21 @@ from longreach.ops.attend import backward_plan as plans
 from longreach.ops.attend import triton_backward_kernels as kernels
 from longreach.ops.attend import triton_list_backward_kernels as list_kernels
 from longreach.ops.attend.triton_tuning import INTERPRETED, next_power_of_2
+from longreach.ops.types import RowRange
 
 PROGRAMS = 0 if INTERPRETED else 1024  # blocks of keys are split by rows until there are about as many
 MOST_SPLITS = 8
 
 
 class Form(NamedTuple):
-    """What the backward knows of an attend without its tensors. block: keys of an entry of the lists, 0 for spans."""
+    """What the backward knows of an attend without its tensors. block: keys of an entry of the lists, 0 for spans;
+    runs: as Rows has them."""
 
     scale: float
     softcap: float | None
     per_query: bool
     block: int
+    runs: tuple[RowRange, ...] | None = None
 
 
 class Results(NamedTuple):
@@ -123,9 +126,9 @@ class Problem:
         )  # fmt: skip
         return dk, dv
 
-    def _tiles(self, width: int, m: int | None = None) -> Tensor:
+    def _tiles(self, width: int) -> Tensor:
         """Tiles of rows of `width` query heads each, at most `m` rows x heads."""
-        return plans.tiles_of_rows(self.seq, self.pos, self.shape, (m or self.m) // width)
+        return plans.tiles_of_rows(self.seq, self.pos, self.shape, self.m // width, self.form.runs)
 
     def _parts(self) -> tuple[int, int]:
         """Keys of a part of a list's block, and parts."""

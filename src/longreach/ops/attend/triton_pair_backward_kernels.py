@@ -105,7 +105,7 @@ def blocks_sum(
     column = (within < BLOCK) & (slot < slots)
     there = column[:, None] & (d < D)[None, :]
     for p in range(low, tl.where(spread, high + 1, low)):
-        place = p.to(tl.int64) * 2 + ((p == low) & (begin % size != 0)).to(tl.int64)
+        place = 2 * p + tl.where((p == low) & (begin % size != 0), 1, 0).to(tl.int64)
         to = (place * SUBS + sub) * (2 * BN * D) + n[:, None] * D + d[None, :]
         dk += tl.load(work + to, mask=there, other=0.0)
         dv += tl.load(work + to + BN * D, mask=there, other=0.0)
