@@ -45,8 +45,18 @@ print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m i
 KERNELS = {
     "spans": ["deltas", "spans_dq", "spans_dkv"],
     "lists": ["deltas", "spans_dkv", "lists_dq", "lists_dkv"],
-    "pairs": ["deltas", "pair_keys", "pairs_forward", "pairs_merge", "over_forward", "pair_keys", "pairs_backward",
-              "blocks_sum", "pairs_dq", "over_dq"],
+    "pairs": [
+        "deltas",
+        "pair_keys",
+        "pairs_forward",
+        "pairs_merge",
+        "over_forward",
+        "pair_keys",
+        "pairs_backward",
+        "blocks_sum",
+        "pairs_dq",
+        "over_dq",
+    ],
 }
 CASES = [
     ("pairs", 128, "bfloat16", 4), ("spans", 128, "bfloat16", 4), ("lists", 128, "bfloat16", 4),

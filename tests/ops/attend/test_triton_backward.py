@@ -103,8 +103,9 @@ def test_a_block_that_many_rows_list(block: int, monkeypatch: pytest.MonkeyPatch
     index = torch.where(popular, 0, 1)
     lists = Lists(torch.cat([index, index + 1], 2).int(), torch.full((120, 2), 2), block=block)
     agrees(rows, kv, lists)
-    monkeypatch.setattr(triton_pairs, "PARTS_BYTES", 1 << 30)
-    agrees(rows, kv, lists)
+    for many in (1 << 13, 1 << 30):
+        monkeypatch.setattr(triton_pairs, "PARTS_BYTES", many)
+        agrees(rows, kv, lists)
 
 
 def test_spans_of_whole_sequences() -> None:

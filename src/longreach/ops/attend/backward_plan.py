@@ -82,7 +82,9 @@ def overflow_limits(lists: RowLists, seen: Tensor) -> Limits:
     return Limits(torch.zeros_like(high), high)
 
 
-def tiles_of_rows(seq: Tensor, pos: Tensor, shape: Shape, size: int, runs: tuple[RowRange, ...] | None = None) -> Tensor:
+def tiles_of_rows(
+    seq: Tensor, pos: Tensor, shape: Shape, size: int, runs: tuple[RowRange, ...] | None = None
+) -> Tensor:
     """Rows by sequence and position in tiles: int32 [tiles, size], -1 for none. No sort where runs tell their order."""
     widths = [run.rows for run in runs or ()]
     if not widths or len(set(widths)) > 1 or [run.seq for run in runs or ()] != sorted({run.seq for run in runs or ()}):

@@ -29,8 +29,8 @@ def _add(to, offset, x, mask):
 
 @triton.jit
 def pairs_backward(
-    q_of, q_strides, seen_of, memory, pairs, results, dq_parts, dk_of, dv_of, strides, work, size, heads, kv_heads,
-    blocks, most, slots, scale, cap, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    q_of, q_strides, seen_of, memory, pairs, results, dq_parts, dk_of, dv_of, strides, work, size, unit, heads,
+    kv_heads, blocks, most, slots, scale, cap, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
     SUBS: tl.constexpr, CAPPED: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
     BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +54,7 @@ def pairs_backward(
         dk = tl.zeros((BN, BD), tl.float32)
         dv = tl.zeros((BN, BD), tl.float32)
         for i in tl.range(at, stop, T, num_stages=STAGES):
-            pair, row, head, seen = pairs_at(order, i, stop, m, seen_of, A, C, WIDTH, T)
+            pair, row, head, seen = pairs_at(order, i, stop, m, seen_of, unit, A, C, WIDTH, T)
             q = of_rows(q_of, row, head, d, q_strides[0], q_strides[1], D)
             do = of_rows(do_of, row, head, d, heads * D, D, D)
             lse, delta = numbers_of(lse_of, row, head, heads), numbers_of(delta_of, row, head, heads)
@@ -142,11 +142,11 @@ def blocks_sum(
 
 @triton.jit
 def pairs_dq(
-    seen_of, lists, dq_parts, dq, heads, scale, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    seen_of, lists, dq_parts, dq, first_unit, heads, scale, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr, U: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dq [R, H, D], the sum of its parts; as `pairs_merge`."""
-    row, unit = tl.program_id(0) // A, tl.program_id(0) % A
+    row, unit = tl.program_id(0) // A, first_unit + tl.program_id(0) % A
     w, d = tl.arange(0, WIDE), tl.arange(0, BD)
     acc = tl.zeros((WIDE, BD), tl.float32)
     for i in tl.static_range(0, C * SUBS, U):

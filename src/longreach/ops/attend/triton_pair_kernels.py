@@ -8,7 +8,8 @@ result, and a second kernel puts the parts of a row together. No atomics: the sa
 
 A program takes `size` consecutive pairs, so that blocks which many rows list are shared among programs.
 
-Pair n of a chunk of rows: entry n % C of the list of row n // (A C), unit n // C % A. SUBS parts of BN keys a block.
+Pairs are taken in chunks of some rows and A units, from `unit` on. Pair n of a chunk: entry n % C of the list of row
+n // (A C) and unit `unit` + n // C % A. SUBS parts of BN keys a block.
 """
 
 from __future__ import annotations
@@ -22,21 +23,22 @@ from longreach.ops.attend.triton_merging import LN2, LOG2E
 
 @triton.jit
 def pair_keys(
-    lists, seq_of, seen_of, keys, pairs, kv_heads, blocks, most, A: tl.constexpr, C: tl.constexpr,
+    lists, seq_of, seen_of, keys, pairs, unit, kv_heads, blocks, most, A: tl.constexpr, C: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """keys int32 [pairs]: sequence, KV head and block of each pair as one number; `most` where there is none."""
     index, counts, number = lists
     n = tl.program_id(0) * N + tl.arange(0, N)
     there = n < pairs
-    row, unit, c = n // (A * C), n // C % A, n % C
+    row, c = n // (A * C), n % C
     mine = tl.load(number + n // C, mask=there, other=0).to(tl.int64)
     used = tl.load(counts + mine, mask=there, other=0)
     there = there & (c < used) & (used <= C)
     block = tl.load(index + mine * C + c, mask=there, other=-1).to(tl.int64)
     there = there & (block >= 0) & (block * BLOCK < tl.load(seen_of + row, mask=there, other=0))
     seq = tl.load(seq_of + row, mask=there, other=0).to(tl.int32)
-    key = (seq * kv_heads + unit * WIDTH // GROUP) * blocks + block.to(tl.int32)
+    g = (unit + n // C % A) * WIDTH // GROUP
+    key = (seq * kv_heads + g) * blocks + block.to(tl.int32)
     tl.store(keys + n, tl.where(there, key, most), mask=n < pairs)
 
 
@@ -54,17 +56,18 @@ def segment(keys, first, order, seen_of, at, stop_all, kv_heads, blocks, A: tl.c
 
 
 @triton.jit
-def pairs_at(order, i, stop, m, seen_of, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr):
+def pairs_at(order, i, stop, m, seen_of, unit, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, T: tl.constexpr):
     """Pair, row (-1 for none), query head and visible slots of each entry of a tile of T pairs, [M]."""
     near = (i + m // WIDTH < stop) & (m < T * WIDTH)
     pair = tl.load(order + i + m // WIDTH, mask=near, other=0).to(tl.int32)
     row = tl.where(near, pair // (A * C), -1)
-    return pair, row, pair // C % A * WIDTH + m % WIDTH, tl.load(seen_of + row, mask=near, other=0)
+    head = (unit + pair // C % A) * WIDTH + m % WIDTH
+    return pair, row, head, tl.load(seen_of + row, mask=near, other=0)
 
 
 @triton.jit
 def pairs_forward(
-    q_of, q_strides, seen_of, memory, pairs, parts, size, kv_heads, blocks, most, scale, cap,
+    q_of, q_strides, seen_of, memory, pairs, parts, size, unit, kv_heads, blocks, most, scale, cap,
     A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr,
     CAPPED: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
     STAGES: tl.constexpr,
@@ -86,7 +89,7 @@ def pairs_forward(
         k = keys_at(k_of, seq, g, slot, column, d, k_strides, D)
         v = keys_at(v_of, seq, g, slot, column, d, v_strides, D)
         for i in tl.range(at, stop, T, num_stages=STAGES):
-            pair, row, head, seen = pairs_at(order, i, stop, m, seen_of, A, C, WIDTH, T)
+            pair, row, head, seen = pairs_at(order, i, stop, m, seen_of, unit, A, C, WIDTH, T)
             q = of_rows(q_of, row, head, d, q_strides[0], q_strides[1], D)
             x, slope = scaled(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, CAPPED)
             take = column[None, :] & (slot[None, :] < seen[:, None])
@@ -125,13 +128,13 @@ def own_parts(
 
 @triton.jit
 def pairs_merge(
-    seen_of, lists, parts, out, lse, heads, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    seen_of, lists, parts, out, lse, first_unit, heads, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
     WIDE: tl.constexpr, BLOCK: tl.constexpr, SUBS: tl.constexpr, U: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out [R, H, D], lse [R, H], fp32, from the parts, U at a time. Program (row and unit); WIDE: the power of two from
     WIDTH on. Where the list overflowed there are no parts: `over_forward` writes those."""
     out_of, lse_of = parts
-    row, unit = tl.program_id(0) // A, tl.program_id(0) % A
+    row, unit = tl.program_id(0) // A, first_unit + tl.program_id(0) % A
     w, d = tl.arange(0, WIDE), tl.arange(0, BD)
     peak = tl.full((WIDE,), float("-inf"), tl.float32)
     total = tl.zeros((WIDE,), tl.float32)
