@@ -30,9 +30,9 @@ def _add(to, offset, x, mask):
 @triton.jit
 def pairs_backward(
     q_of, q_strides, seen_of, memory, pairs, results, dq_parts, dk_of, dv_of, strides, work, size, unit, heads,
-    kv_heads, blocks, most, slots, scale, cap, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    SUBS: tl.constexpr, CAPPED: tl.constexpr, T: tl.constexpr, M: tl.constexpr, BN: tl.constexpr, D: tl.constexpr,
-    BD: tl.constexpr, STAGES: tl.constexpr,
+    kv_heads, blocks, most, slots, scale, cap, A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, SUBS: tl.constexpr, CAPPED: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
+    BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (share of the pairs, part of their blocks). dq_parts [pairs, SUBS, WIDTH, D], without the scale; dk, dv
     [B, G, slots, D], to which whole blocks are added; work fp32 [2 programs, SUBS, 2, BN, D], parts of the others."""
