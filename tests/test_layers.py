@@ -73,7 +73,8 @@ SHARED = {
     },
     "adapters": set[str](),
 }
-BUILT_ON = {("adapters", "lm_eval"): "transformers"}  # member -> the sibling whose front door, no more, it may use
+# member -> the sibling whose front door, no more, it may use
+BUILT_ON = {("adapters", "lm_eval"): "transformers", ("ops", "mix"): "attend"}
 
 
 def imports(tree: ast.AST) -> list[str]:

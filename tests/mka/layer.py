@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from longreach.mka.block import Blocks, Reach, Recalled, attend_recalled, block_attention, choose
+from longreach.mka.block import Blocks, Reach, Recalled, block_attention, choose, recalled_keys
 from longreach.mka.config import MKAConfig
 from longreach.mka.fast import FastMemory, fuse
 from longreach.mka.full import combine
@@ -95,7 +95,7 @@ class Decoding:
             self.k2[seq, :, pos], self.v2[seq, :, pos] = turned(k2, pos), v2
             sets.append(attend(rows, KVView(self.k2, self.v2, lens), Spans.dense(), scale=SCALE))
         if recalled is not None:
-            sets.append(attend_recalled(rows, kv, recalled, config.block, SCALE))
+            sets.append(attend(*recalled_keys(rows, kv, recalled, config.block), scale=SCALE))
         return combine(sets, weights, config.mode)
 
     def _blocks(self, kv: KVView, code: object, *, summaries: bool) -> Blocks:

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from longreach.mka.config import MKAConfig
 from longreach.mka.router import at_least_zero
-from longreach.ops.attend import attend
-from longreach.ops.mix import mix
+from longreach.ops.mix import KeySet, attend_mixed
 from longreach.ops.recall import BlockCode, Pool, recall
 from longreach.ops.rope import RotaryFrequencies
 from longreach.ops.selection import Lists, Span, Spans, absolute, relative
@@ -118,27 +117,22 @@ def choose(rows: Rows, pos: Tensor, kv_heads: int, blocks: Blocks, reach: Reach,
     ))  # fmt: skip
 
 
-def attend_recalled(rows: Rows, kv: KVView, recalled: Recalled, block: int, scale: float, *,
-                    impl: str = "auto") -> Partial:  # fmt: skip
-    """Attention to the keys of recalled blocks (level 3)."""
-    return attend(rows, kv, Lists(recalled.index, recalled.used, block=block), scale=scale, impl=impl)
+def recalled_keys(rows: Rows, kv: KVView, recalled: Recalled, block: int) -> KeySet:
+    """The keys of recalled blocks (level 3)."""
+    return KeySet(rows, kv, Lists(recalled.index, recalled.used, block=block))
 
 
-def attend_summaries(rows: Rows, summaries: KVView | None, reach: Reach, scale: float, *,
-                     impl: str = "auto") -> Partial:  # fmt: skip
-    """Attention to the summaries of all blocks before the window (level 2 of Block-MKA). None: no blocks yet."""
-    if summaries is None:
-        return Partial.empty(*rows.q.shape, dtype=accumulator(rows.q.dtype), device=rows.q.device)
+def summaries_before(rows: Rows, summaries: KVView, reach: Reach) -> KeySet:
+    """The summaries of all blocks before the window (level 2 of Block-MKA)."""
     last = rows.pos.new_full((), summaries.capacity).expand_as(rows.pos)
-    some = Spans((Span(absolute(reach.start[:, None]), absolute(reach.stop[:, None])),))
     runs = None if rows.runs is None else tuple(run._replace(first=None) for run in rows.runs)
-    return attend(Rows(rows.q, rows.seq, last, runs), summaries, some, scale=scale, impl=impl)
+    some = Spans((Span(absolute(reach.start[:, None]), absolute(reach.stop[:, None])),))
+    return KeySet(Rows(rows.q, rows.seq, last, runs), summaries, some)
 
 
-def attend_window(rows: Rows, kv: KVView, reach: Reach, scale: float, *, impl: str = "auto") -> Partial:
-    """Attention to the window of each row (level 1 of Block-MKA)."""
-    window = Spans((Span(absolute(reach.window[:, None]), relative(1)),))
-    return attend(rows, kv, window, scale=scale, impl=impl)
+def window_keys(rows: Rows, kv: KVView, reach: Reach) -> KeySet:
+    """The window of each row (level 1 of Block-MKA)."""
+    return KeySet(rows, kv, Spans((Span(absolute(reach.window[:, None]), relative(1)),)))
 
 
 def block_attention(
@@ -158,13 +152,18 @@ def block_attention(
     weights: [R, levels], as `Router` makes them of queries and `reach.has_blocks`. recalled: None without level 3.
     Differentiable but for the choice.
     """
-    sets = [attend_window(rows, kv, reach, scale, impl=impl)]
-    if 2 in config.tiers:
-        sets.append(attend_summaries(rows, blocks.summaries, reach, scale, impl=impl))
+    sets, levels = [window_keys(rows, kv, reach)], [config.tiers.index(1)]
+    if 2 in config.tiers and blocks.summaries is not None:
+        sets.append(summaries_before(rows, blocks.summaries, reach))
+        levels.append(config.tiers.index(2))
     if 3 in config.tiers:
         assert recalled is not None
-        sets.append(attend_recalled(rows, kv, recalled, config.block, scale, impl=impl))
-    return mix(sets, at_least_zero(weights), impl=_own(impl))
+        sets.append(recalled_keys(rows, kv, recalled, config.block))
+        levels.append(config.tiers.index(3))
+    some = at_least_zero(weights)
+    if len(levels) < weights.shape[1]:  # no block has a summary yet
+        some = some[:, levels]
+    return attend_mixed(sets, some, scale=scale, impl=impl)
 
 
 def _own(impl: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longreach.errors import InvalidInput, UnknownName
 from longreach.mka.baselines import BASELINES, LatentKV, MLAConfig, attend_dense, fastest_channels
-from longreach.mka.block import Blocks, Reach, attend_recalled, block_attention, choose
+from longreach.mka.block import Blocks, Reach, block_attention, choose, recalled_keys
 from longreach.mka.config import VARIANTS, MKAConfig
 from longreach.mka.fast import FastMemory, fuse
 from longreach.mka.full import combine
@@ -218,7 +218,7 @@ class MemoryAttention(Attention):
             if state is not None:
                 state.memory = FastMemory(carry, memory.sums)
         if recalled is not None:
-            outs.append(attend_recalled(rows, kv, recalled, config.block, self.scale))
+            outs.append(attend(*recalled_keys(rows, kv, recalled, config.block), scale=self.scale))
         return combine(outs, weights, config.mode)
 
     def _level(self, rows: Rows, kv: KVView, start: Tensor | None) -> Partial:

@@ -12,6 +12,7 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, absolute, attend, mix, relative
 from longreach.ops.attend import triton_backward_launches, triton_pairs
+from longreach.ops.mix import KeySet, attend_mixed
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.selections import packed, random_lists, random_selection
 from tests.ops.attend.kernels import HALF, here, needs_gpu
@@ -154,10 +155,14 @@ def block_mka(documents: list[int], block: int) -> tuple[Rows, KVView, KVView, S
     return rows, tokens, summaries, window, earlier, lists
 
 
-def test_window_summaries_and_recall_of_packed_documents() -> None:
-    """As block-wise MKA trains: three sets, mixed; against the same by the reference."""
-    rows, tokens, summaries, window, earlier, lists = block_mka([21, 29], 4)
-    weights = torch.rand(50, 3)
+@pytest.mark.parametrize("together", [False, True], ids=["mix", "attend_mixed"])
+@pytest.mark.parametrize(("block", "documents"), [(4, [21, 29]), (16, [70, 61])])
+def test_window_summaries_and_recall_of_packed_documents(block: int, documents: list[int], together: bool) -> None:
+    """As block-wise MKA trains: three sets, mixed; against the same by the reference. Some weights are 0."""
+    rows, tokens, summaries, window, earlier, lists = block_mka(documents, block)
+    weights = torch.rand(sum(documents), 3)
+    weights[torch.rand(weights.shape) < 0.2] = 0.0
+    weights[:5] = 0.0
 
     def run(impl: str, dtype: torch.dtype) -> list[Tensor]:
         inputs = (rows.q, tokens.k, tokens.v, summaries.k, summaries.v, weights)
@@ -165,10 +170,15 @@ def test_window_summaries_and_recall_of_packed_documents() -> None:
         q, k, v, k2, v2, w = leaves
         mine = replace(here(rows), q=q)
         sets = (replace(here(tokens), k=k, v=v), window), (replace(here(tokens), k=k, v=v), lists)
-        parts = [attend(mine, kv, here(chosen), scale=0.25, impl=impl) for kv, chosen in sets]
         far = replace(mine, pos=torch.full_like(mine.pos, 99))  # summaries are seen by the span's bounds alone
-        parts.append(attend(far, replace(here(summaries), k=k2, v=v2), here(earlier), scale=0.25, impl=impl))
-        got = mix(parts, w, impl=impl)
+        both = [
+            *(KeySet(mine, kv, here(chosen)) for kv, chosen in sets),
+            KeySet(far, replace(here(summaries), k=k2, v=v2), here(earlier)),
+        ]
+        if together:
+            got = attend_mixed(both, w, scale=0.25, impl=impl)
+        else:
+            got = mix([attend(*each, scale=0.25, impl=impl) for each in both], w, impl=impl)
         loss = (got.out * here(torch.arange(16.0)).to(got.out.dtype)).sum() + got.lse.masked_fill(
             got.is_empty, 0.0
         ).sum()

@@ -118,6 +118,31 @@ def test_no_rows_and_refusals() -> None:
         mix([wide], here(torch.ones(R, 1)), impl="triton")
 
 
+TOGETHER = """
+import json
+from unittest.mock import patch
+import torch
+from longreach.ops import KVView, Rows, Span, Spans, absolute, relative
+from longreach.ops.attend import triton as attention, triton_backward_kernels, triton_kernels as pieces, triton_merging
+from longreach.ops.attend.triton_tuning import Tuning
+from longreach.ops.mix import KeySet, triton, triton_attended, triton_kernels
+from longreach.testing.compile import compiling
+
+with (
+    patch.object(attention, "refuse", lambda *a, **k: None), patch.object(triton_attended, "refuse", lambda *a: None),
+    patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm),
+    patch.object(pieces, "attend_pieces"), patch.object(triton_merging, "merge_pieces"),
+    compiling(triton_backward_kernels, "deltas", "spans_dq", "spans_dkv"),
+    compiling(triton_kernels, "mixed", "given_to_sets") as made,
+):
+    q, k, v = (torch.zeros(s, dtype=torch.bfloat16, requires_grad=True) for s in ((64, 8, 128), *[(1, 2, 64, 128)] * 2))
+    rows, kv = Rows(q, torch.zeros(64).long(), torch.arange(64)), KVView(k, v, torch.tensor([64]))
+    sets = [KeySet(rows, kv, Spans((Span(absolute(0), relative(-n)),))) for n in range(3)]
+    triton_attended.attend_mixed(sets, torch.ones(64, 3, requires_grad=True), 1.0).out.sum().backward()
+print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made]))
+"""
+
+
 COMPILE = """
 import json
 from unittest.mock import patch
@@ -134,9 +159,12 @@ print(json.dumps([[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m i
 """
 
 
-def test_compiles_for_an_h200() -> None:
-    found = printed(COMPILE)
-    assert [name for name, _, _ in found] == ["mixed", "gradients"]
+@pytest.mark.parametrize(
+    ("source", "names"), [(COMPILE, ["mixed", "gradients"]), (TOGETHER, ["mixed", "given_to_sets"])]
+)
+def test_compiles_for_an_h200(source: str, names: list[str]) -> None:
+    found = printed(source)
+    assert [name for name, _, _ in found] == names
     assert all(shared <= SHARED_MEMORY and cubin for _, shared, cubin in found), found
 
 

@@ -21,7 +21,9 @@ from longreach.bench.targets import judge
 
 CHUNK = 8192  # tokens of a pass over the prompt
 GATE = 0.5  # of the converted model, so that the mixture is no copy
-MOST = {torch.bfloat16: 5e-2, torch.float16: 1e-2}  # relative error of logits that rounding explains; else 1e-3
+# relative error of logits that rounding explains: layers of a random model amplify it (0.18 was seen with exact attention
+# in bf16); wrong attention gives about 1.4. Else 1e-3.
+MOST = {torch.bfloat16: 0.25, torch.float16: 5e-2}
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from longreach.errors import Unsupported
 from longreach.ops.attend import backward_plan as plans
 from longreach.ops.attend import triton_pairs as pairs
-from longreach.ops.attend.triton_backward_launches import Form, Problem
+from longreach.ops.attend.triton_backward_launches import Form, Problem, Results
 from longreach.ops.partial import merge
 from longreach.ops.selection import Lists, Selection, Spans, slots_seen
 from longreach.ops.types import KVView, Partial, Rows
@@ -43,26 +43,80 @@ def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
             )
 
 
+class Given(NamedTuple):
+    """An attend as its autograd functions take it. tensors: q, k, v, seq, pos, seen, and the selection's own.
+
+    forward: attend without a gradient and without a sink. learnt: log-weights of a list, or None.
+    """
+
+    forward: Callable[[], Partial]
+    form: Form
+    learnt: Tensor | None
+    tensors: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, forward: Callable[[], Partial], rows: Rows, kv: KVView, selection: Selection, scale: float,
+           softcap: float | None) -> Given:  # fmt: skip
+        """selection: Spans or Lists."""
+        choice: tuple[Tensor, ...]
+        weight, block = None, 0
+        if isinstance(selection, Lists):
+            lists = plans.row_lists(rows, kv, selection)
+            choice, weight, block = (lists.index, lists.count, lists.number), lists.log_weight, selection.block
+        else:
+            assert isinstance(selection, Spans)
+            choice = plans.limits_of(rows, kv, selection)
+        form = Form(float(scale), softcap, selection.per == "query", block, rows.runs)
+        seen = slots_seen(rows, kv).int()
+        return cls(forward, form, weight, (rows.q, kv.k, kv.v, rows.seq, rows.pos, seen, *choice))
+
+
 def attend(
     forward: Callable[[], Partial], rows: Rows, kv: KVView, selection: Selection, scale: float, softcap: float | None,
     sink_logit: Tensor | None,
 ) -> Partial:  # fmt: skip
     """attend with a backward. forward: attend without a sink, which is merged afterwards."""
-    choice: tuple[Tensor, ...]
-    weight, block = None, 0
-    if isinstance(selection, Lists):
-        lists = plans.row_lists(rows, kv, selection)
-        choice, weight, block = (lists.index, lists.count, lists.number), lists.log_weight, selection.block
-    else:
-        assert isinstance(selection, Spans)
-        choice = plans.limits_of(rows, kv, selection)
-    form = Form(float(scale), softcap, selection.per == "query", block, rows.runs)
-    seen = slots_seen(rows, kv).int()
-    result = Partial(*_Attend.apply(forward, form, weight, rows.q, kv.k, kv.v, rows.seq, rows.pos, seen, *choice))
+    given = Given.of(forward, rows, kv, selection, scale, softcap)
+    result = Partial(*_Attend.apply(given.forward, given.form, given.learnt, *given.tensors))
     if sink_logit is None:
         return result
     sink = sink_logit.to(result.lse.dtype).expand_as(result.lse)
     return merge(result, Partial(torch.zeros_like(result.out), sink))
+
+
+def compute(
+    forward: Callable[[], Partial], form: Form, weight: Tensor | None, q: Tensor, *others: Tensor
+) -> tuple[Tensor, Tensor]:
+    """out and lse of what `Given` holds."""
+    if pairs.takes(form.block, weight is not None) and q.shape[0]:
+        with torch.cuda.device_of(q):
+            return pairs.Pairs(Problem(form, q, *others[:5]), _lists(weight, *others[5:])).forward()
+    result = forward()
+    return result.out, result.lse
+
+
+def gradients(
+    form: Form, weight: Tensor | None, tensors: Sequence[Tensor], results: Results, needs: Sequence[bool], learnt: bool
+) -> tuple[Tensor | None, ...]:
+    """Gradients of the log-weights, q, k and v. needs: which of q, k and v need one; rows are not none."""
+    dq = dk = dv = dw = None
+    needs_q, needs_k, needs_v = needs
+    problem, choice = Problem(form, *tensors[:6]), tensors[6:]
+    if pairs.takes(form.block, weight is not None):
+        dq, dk, dv = pairs.Pairs(problem, _lists(weight, *choice)).backward(results)
+    elif form.block:
+        lists = _lists(weight, *choice)
+        if needs_q or learnt:
+            dq, dw = problem.lists_rows(results, lists, learnt)
+        if needs_k or needs_v:
+            dk, dv = problem.lists_keys(results, lists)
+    else:
+        limits = plans.Limits(*choice)
+        if needs_q:
+            dq = problem.spans_rows(results, limits)
+        if needs_k or needs_v:
+            dk, dv = problem.spans_keys(results, limits)
+    return dw, dq, dk, dv
 
 
 class _Attend(torch.autograd.Function):
@@ -70,13 +124,7 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, forward: Callable[[], Partial], form: Form, weight: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, Tensor]:
-        q, *others = tensors
-        if pairs.takes(form.block, weight is not None) and q.shape[0]:
-            with torch.cuda.device_of(q):
-                out, lse = pairs.Pairs(Problem(form, q, *others[:5]), _lists(weight, *others[5:])).forward()
-        else:
-            result = forward()
-            out, lse = result.out, result.lse
+        out, lse = compute(forward, form, weight, *tensors)
         ctx.form = form
         ctx.save_for_backward(out, lse, weight, *tensors)
         return out, lse
@@ -84,31 +132,17 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Tensor | None, ...]:
-        out, lse, weight, q, k, v, seq, pos, seen, *choice = ctx.saved_tensors
+        out, lse, weight, *tensors = ctx.saved_tensors
         form: Form = ctx.form
-        _, _, learnt, needs_q, needs_k, needs_v, *rest = ctx.needs_input_grad
-        if not q.shape[0]:
+        _, _, learnt, *needs = ctx.needs_input_grad
+        rest = [None] * (len(tensors) - 3)
+        if not tensors[0].shape[0]:
             dw = None if weight is None else torch.zeros_like(weight)
-            return None, None, dw, *(torch.zeros_like(x) for x in (q, k, v)), *[None] * len(rest)
-        dq = dk = dv = dw = None
-        with torch.cuda.device_of(q):
-            problem = Problem(form, q, k, v, seq, pos, seen)
-            results = problem.results(out, lse, dout, dlse)
-            if pairs.takes(form.block, weight is not None):
-                dq, dk, dv = pairs.Pairs(problem, _lists(weight, *choice)).backward(results)
-            elif form.block:
-                lists = _lists(weight, *choice)
-                if needs_q or learnt:
-                    dq, dw = problem.lists_rows(results, lists, learnt)
-                if needs_k or needs_v:
-                    dk, dv = problem.lists_keys(results, lists)
-            else:
-                limits = plans.Limits(*choice)
-                if needs_q:
-                    dq = problem.spans_rows(results, limits)
-                if needs_k or needs_v:
-                    dk, dv = problem.spans_keys(results, limits)
-        return None, None, dw, dq, dk, dv, *[None] * len(rest)
+            return None, None, dw, *(torch.zeros_like(x) for x in tensors[:3]), *rest
+        with torch.cuda.device_of(tensors[0]):
+            results = Problem(form, *tensors[:6]).results(out, lse, dout, dlse)
+            found = gradients(form, weight, tensors, results, needs[:3], learnt)
+        return None, None, *found, *rest
 
 
 def _lists(weight: Tensor | None, index: Tensor, count: Tensor, number: Tensor) -> plans.RowLists:

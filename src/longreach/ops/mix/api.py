@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from longreach.ops.impl import Implementations
 from longreach.ops.partial import alike
-from longreach.ops.types import Partial, describe, require
+from longreach.ops.selection import Selection
+from longreach.ops.types import KVView, Partial, Rows, describe, require
 
 IMPLEMENTATIONS = Implementations(
     "mix", {"reference": "longreach.ops.mix.reference:mix", "triton": "longreach.ops.mix.triton:mix"}
 )
+
+
+class KeySet(NamedTuple):
+    """Keys that rows attend to: those that `selection` chooses of `kv`."""
+
+    rows: Rows
+    kv: KVView
+    selection: Selection
 
 
 def mix(partials: Sequence[Partial], weights: Tensor, *, impl: str = "auto") -> Partial:
@@ -36,16 +46,21 @@ def mix(partials: Sequence[Partial], weights: Tensor, *, impl: str = "auto") -> 
     require(len(partials) > 0, "partials: expected at least one Partial, got none")
     for other in partials:
         alike(partials[0], other)
-    lse, sets = partials[0].lse, len(partials)
-    rows, heads = lse.shape
-    ok = isinstance(weights, Tensor) and weights.is_floating_point() and weights.device == lse.device
+    lse = partials[0].lse
+    each = check_weights(weights, lse.shape, len(partials), lse.device)
+    found: Partial = IMPLEMENTATIONS.get(impl, lse.device)(tuple(partials), each)
+    return found
+
+
+def check_weights(weights: Tensor, shape: Sequence[int], sets: int, device: torch.device) -> Tensor:
+    """Weights as [R, H, S]. shape: (R, H). Raises InvalidInput."""
+    rows, heads = shape
+    ok = isinstance(weights, Tensor) and weights.is_floating_point() and weights.device == device
     ok = ok and weights.shape in ((rows, sets), (rows, heads, sets))
     require(ok, f"weights: expected float [{rows}, {sets}] or [{rows}, {heads}, {sets}], got {describe(weights)}")
     if weights.device.type == "cpu":
         require(not bool((weights < 0).any()), "weights: expected numbers of at least 0; clamp them before")
-    each = weights if weights.dim() == 3 else weights[:, None].expand(rows, heads, sets)
-    found: Partial = IMPLEMENTATIONS.get(impl, lse.device)(tuple(partials), each)
-    return found
+    return weights if weights.dim() == 3 else weights[:, None].expand(rows, heads, sets)
 
 
 def largest_gap(dtype: torch.dtype) -> float:

@@ -41,8 +41,8 @@ class _Mix(torch.autograd.Function):
         out, lse = torch.empty_like(parts[0]), torch.empty_like(parts[-1])
         if lse.numel():
             with torch.cuda.device_of(out):
-                given, grid, options = _launch(weights, parts)
-                kernels.mixed[grid](*given, out, lse, *_counts(lse), **options)
+                given, grid, options = launch(weights, parts)
+                kernels.mixed[grid](*given, out, lse, (), *counts(lse), KEEP=False, **options)
         ctx.save_for_backward(weights, out, *parts)
         return out, lse
 
@@ -55,17 +55,17 @@ class _Mix(torch.autograd.Function):
         d_weights = torch.empty(weights.shape, dtype=torch.float32, device=out.device)
         if dlse.numel():
             with torch.cuda.device_of(out):
-                given, grid, options = _launch(weights, tuple(parts))
+                given, grid, options = launch(weights, tuple(parts))
                 results = out, dout.contiguous(), dlse.contiguous(), tuple(found[:half]), tuple(found[half:]), d_weights
-                kernels.gradients[grid](*given, *results, *_counts(dlse), **options)
+                kernels.gradients[grid](*given, *results, *counts(dlse), **options)
         return d_weights.to(weights.dtype), *found
 
 
-def _counts(lse: Tensor) -> tuple[int, int, float]:
+def counts(lse: Tensor) -> tuple[int, int, float]:
     return lse.shape[1], lse.numel(), largest_gap(lse.dtype)
 
 
-def _launch(weights: Tensor, parts: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], tuple[int], dict[str, int]]:
+def launch(weights: Tensor, parts: tuple[Tensor, ...]) -> tuple[tuple[Any, ...], tuple[int], dict[str, int]]:
     """Inputs, grid and constants that both kernels take."""
     half, dim = len(parts) // 2, parts[0].shape[2]
     given = parts[:half], parts[half:], weights, weights.stride()

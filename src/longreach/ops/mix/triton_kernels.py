@@ -32,9 +32,10 @@ def _sizes(lses, weights, strides, m, heads, there, gap, S: tl.constexpr):
 
 @triton.jit
 def mixed(
-    outs, lses, weights, strides, out, lse, heads, count, gap,
-    S: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    outs, lses, weights, strides, out, lse, kept, heads, count, gap,
+    S: tl.constexpr, KEEP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    """KEEP: kept gets a copy of outs, in a dtype of its own."""
     m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
     d = tl.arange(0, BD)
     there = m < count
@@ -45,7 +46,10 @@ def mixed(
     whole = tl.where(none, 1.0, total)
     acc = tl.zeros((M, BD), tl.float32)
     for s in tl.static_range(S):
-        acc += (ws[s] * sizes[s] / whole)[:, None] * tl.load(outs[s] + at, mask=both, other=0.0)
+        part = tl.load(outs[s] + at, mask=both, other=0.0)
+        acc += (ws[s] * sizes[s] / whole)[:, None] * part
+        if KEEP:
+            tl.store(kept[s] + at, part.to(kept[s].dtype.element_ty), mask=both)
     tl.store(out + at, tl.where(none[:, None], 0.0, acc), mask=both)
     tl.store(lse + m, tl.where(none, float("-inf"), top + tl.log(whole)), mask=there)
 
@@ -74,3 +78,35 @@ def gradients(
         tl.store(d_outs[s] + at, share[:, None] * dy, mask=both)
         tl.store(d_lses[s] + m, tl.where(share == 0.0, 0.0, share * moved), mask=there)
         tl.store(d_weights + m * S + s, tl.where(size == 0.0, 0.0, size * moved), mask=there)
+
+
+@triton.jit
+def given_to_sets(
+    kept, lses, weights, strides, out, dout, dlse, delta, rounded, their_lses, d_weights, heads, count, gap,
+    S: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """What the backward of each set's attention takes, so that its gradients are those through the mixture.
+
+    delta [R H] = sum_d dout out - dlse, and rounded, dout with the dtype of the queries, are the same for all sets.
+    their_lses: for each set log sum exp of the whole less its log-weight, inf where it weighs 0: exp(logit - this) is
+    then a key's share of the mixture. d_weights [R H, S].
+    """
+    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    d = tl.arange(0, BD)
+    there = m < count
+    at = m[:, None] * D + d[None, :]
+    both = there[:, None] & (d < D)[None, :]
+    ws, sizes, total, top = _sizes(lses, weights, strides, m, heads, there, gap, S)
+    none = total == 0.0
+    whole = tl.where(none, 1.0, total)
+    dy = tl.load(dout + at, mask=both, other=0.0)
+    less = tl.sum(dy * tl.load(out + at, mask=both, other=0.0), 1) - tl.load(dlse + m, mask=there, other=0.0)
+    tl.store(delta + m, less, mask=there)
+    tl.store(rounded + at, dy.to(rounded.dtype.element_ty), mask=both)
+    for s in tl.static_range(S):
+        size = tl.where(none, 0.0, sizes[s] / whole)
+        moved = tl.sum(dy * tl.load(kept[s] + at, mask=both, other=0.0).to(tl.float32), 1) - less
+        tl.store(d_weights + m * S + s, tl.where(size == 0.0, 0.0, size * moved), mask=there)
+        some = (ws[s] * size) > 0.0
+        lse = top + tl.log(whole) - tl.log(tl.where(some, ws[s], 1.0))
+        tl.store(their_lses[s] + m, tl.where(some, lse, float("inf")), mask=there)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from longreach.adapters.transformers.attach import ATTENTION
-from longreach.mka.block import Blocks, Reach, Recalled, attend_recalled, block_attention, choose
+from longreach.mka.block import Blocks, Reach, Recalled, block_attention, choose, recalled_keys
 from longreach.mka.config import MKAConfig
 from longreach.mka.full import combine, weighted_sum
 from longreach.mka.layout import Layout
@@ -126,7 +126,7 @@ class _Layer:
         """Level 3's result, if it is in use."""
         if self.recalled is None:
             return []
-        return [attend_recalled(self.rows, self.kv, self.recalled, self.config.block, self.scale)]
+        return [attend(*recalled_keys(self.rows, self.kv, self.recalled, self.config.block), scale=self.scale)]
 
     def dense(self, k: Tensor, v: Tensor) -> Partial:
         """Attention to all keys so far, of memory like level 1's."""
