@@ -3,101 +3,101 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from longreach.methods.magicpig import PRESETS
 from longreach.records.report.rows import paired
-from tests.doc_tables import ROOT, Row, record, tables
+from tests.doc_tables import ROOT, Row, record, section, tables
 
 PAGE = (ROOT / "docs" / "magicpig" / "answers.md").read_text()
 WORDS = " ".join(PAGE.split())
 LONG = 16384
-RECORDS = {4096: ("baselines", "group", "rest", "own"), LONG: ("baselines", "group")}
+LENGTHS = (4096, LONG)
+LONG_WORDS = " ".join(section(PAGE, "RULER at 16,384 tokens", "Aggregation at 16,384 tokens (Figures 1 and 8)").split())
+RECORDS = ("baselines", "group", "rest", "own")
 ONCE = "rest"  # its methods were measured in the first set-up only, or again there
-OPTIONS = ("own", "rest", "group", "baselines")  # first set-up, 16,384 tokens: 50 prompts a task, then those with 100
-SAME_PAIRS = {f"magicpig bits={bits} tables={tables}" for bits, tables in PRESETS}
 AGGREGATION = ("niah_multikey_1", "niah_multikey_3", "cwe", "fwe")
 FED = "-fed"  # the question is read by the method
+FIFTY = "fed"  # second set-up, 16,384 tokens, the first 50 prompts of each task
+PAIRS = [f"magicpig bits={bits} tables={tables}" for bits, tables in PRESETS]
+FEW = "magicpig bits=10 tables=75"
+FIVE = [pair for pair in PAIRS if pair != FEW]
+PLAN = " plan=kascade-longreach-mini-0-4"  # newer records name it in the label
 
 
 def results(method: str, which: str, rest: str = "", length: int = 4096) -> dict[str, Any]:
     """Task -> a method's result."""
     tasks = record(f"mini-magicpig-{which}{rest}-{length}")["tasks"]
-    return {name: task["results"][method] for name, task in tasks.items()}
+    return {name: task["results"].get(method) or task["results"][method + PLAN] for name, task in tasks.items()}
 
 
 def methods_of(which: str, length: int = 4096) -> set[str]:
-    return set(record(f"mini-magicpig-{which}-{length}")["methods"])
+    return {label.removesuffix(PLAN) for label in record(f"mini-magicpig-{which}-{length}")["methods"]}
 
 
 def record_of(method: str, length: int = 4096) -> str:
-    return next(name for name in RECORDS[length] if method in methods_of(name, length))
-
-
-def mean(method: str, rest: str = "", length: int = 4096) -> float:
-    """Mean score of the tasks, in percent."""
-    scores = [one["score"] for one in results(method, record_of(method, length), rest, length).values()]
-    return 100 * sum(scores) / len(scores)
-
-
-def reads(method: str, length: int = 4096) -> float:
-    found = results(method, record_of(method, length), length=length).values()
-    return 100 * sum(one["decode_reads"]["total"] for one in found) / len(found)
-
-
-def worst(method: str, length: int) -> str:
-    """The task with the largest loss, and its score."""
-    mine, dense = (results(name, record_of(name, length), length=length) for name in (method, "dense"))
-    lost = {name: dense[name]["score"] - mine[name]["score"] for name in mine}
-    task = max(lost, key=lambda name: lost[name])
-    return f"{task} {100 * mine[task]['score']:.1f}%" if lost[task] > 1e-9 else "-"
-
-
-def scored(method: str) -> Row:
-    fed = "-" if record_of(method) == ONCE else f"{mean(method, FED):.1f}%"
-    return f"{reads(method):.1f}%", f"{mean(method):.1f}%", fed, worst(method, 4096)
-
-
-def at_equal_bytes(method: str) -> Row:
-    mine, dense = (results(name, "equal-bytes") for name in (method, "dense"))
-    total = average(one["decode_reads"]["total"] for one in mine.values())
-    lost = {name: dense[name]["score"] - mine[name]["score"] for name in mine}
-    task = max(lost, key=lambda name: lost[name])
-    shown = f"{task} {100 * mine[task]['score']:.1f}%" if lost[task] > 1e-9 else "-"
-    return f"{100 * total:.1f}%", f"{100 * average(one['score'] for one in mine.values()):.1f}%", shown
-
-
-def scored_long(method: str) -> Row:
-    return f"{reads(method, LONG):.1f}%", f"{mean(method, length=LONG):.1f}%", worst(method, LONG)
-
-
-def first_fifty(method: str, which: str) -> tuple[str, str, str]:
-    """Bytes read, mean score and the largest loss, of the first 50 prompts of each task."""
-    tasks = record(f"mini-magicpig-{which}-{LONG}")["tasks"]
-    mine, dense = (
-        {
-            name: average(a["score"] for a in task["results"][label]["answers"] if a["number"] < 50)
-            for name, task in tasks.items()
-        }
-        for label in (method, "dense")
-    )
-    read = average(task["results"][method]["decode_reads"]["total"] for task in tasks.values())
-    task = max(mine, key=lambda name: dense[name] - mine[name])
-    shown = f"{task} {100 * mine[task]:.1f}%" if dense[task] - mine[task] > 1e-9 else "-"
-    return f"{100 * read:.1f}%", f"{100 * average(mine.values()):.1f}%", shown
-
-
-def both_set_ups(method: str) -> Row:
-    """Of 50 prompts: bytes and loss of the first set-up if it was measured, scores of both."""
-    first = next((which for which in OPTIONS if method in methods_of(which, LONG)), None)
-    fed = first_fifty(method, "fed") if method in methods_of("fed", LONG) else None
-    bytes_read, score, lost = first_fifty(method, first) if first else ((fed or ("-",))[0], "-", "-")
-    return bytes_read, score, fed[1] if fed else "-", lost
+    return next(name for name in RECORDS if method in methods_of(name, length))
 
 
 def average(values: Iterable[float]) -> float:
     some = list(values)
     return sum(some) / len(some)
+
+
+def mean(method: str, rest: str = "", length: int = 4096) -> float:
+    """Mean score of the tasks, in percent."""
+    return 100 * average(one["score"] for one in results(method, record_of(method, length), rest, length).values())
+
+
+def reads(method: str, length: int = 4096) -> float:
+    found = results(method, record_of(method, length), length=length).values()
+    return 100 * average(one["decode_reads"]["total"] for one in found)
+
+
+def losses(method: str, rest: str = "", length: int = 4096) -> dict[str, float]:
+    """Points that a method loses on each task against dense attention of the same record."""
+    which = record_of(method, length)
+    mine, dense = (results(name, which, rest, length) for name in (method, "dense"))
+    return {task: 100 * (dense[task]["score"] - mine[task]["score"]) for task in mine}
+
+
+def largest(dense: dict[str, float], mine: dict[str, float]) -> str:
+    """The task with the largest loss, and its score. Scores are in percent."""
+    task = max(mine, key=lambda name: dense[name] - mine[name])
+    return f"{task} {mine[task]:.1f}%" if dense[task] - mine[task] > 1e-7 else "-"
+
+
+def scored(method: str, length: int) -> Row:
+    which = record_of(method, length)
+    fed = "-" if which == ONCE else f"{mean(method, FED, length):.1f}%"
+    mine, dense = (
+        {task: 100 * one["score"] for task, one in results(name, which, length=length).items()}
+        for name in (method, "dense")
+    )
+    return f"{reads(method, length):.1f}%", f"{mean(method, length=length):.1f}%", fed, largest(dense, mine)
+
+
+def of_fifty(method: str, which: str) -> dict[str, float]:
+    """Scores of the first 50 prompts of each task, in percent."""
+    found = results(method, which, length=LONG)
+    return {task: 100 * average(a["score"] for a in one["answers"] if a["number"] < 50) for task, one in found.items()}
+
+
+def scored_fifty(method: str) -> Row:
+    read = average(one["decode_reads"]["total"] for one in results(method, FIFTY, length=LONG).values())
+    mine, dense = (of_fifty(name, FIFTY) for name in (method, "dense"))
+    first = average(of_fifty(method, ONCE).values())
+    return f"{100 * read:.1f}%", f"{first:.1f}%", f"{average(mine.values()):.1f}%", largest(dense, mine)
+
+
+def at_equal_bytes(method: str) -> Row:
+    found = results(method, "equal-bytes")
+    mine, dense = (
+        {task: 100 * one["score"] for task, one in results(name, "equal-bytes").items()} for name in (method, "dense")
+    )
+    total = average(one["decode_reads"]["total"] for one in found.values())
+    return f"{100 * total:.1f}%", f"{average(mine.values()):.1f}%", largest(dense, mine)
 
 
 def sampled(method: str) -> float | None:
@@ -130,11 +130,13 @@ def written(method: str) -> Row:
     return f"{100 * share:.1f}%", f"{mine['perplexity']:.1f}", over, f"{100 * mine['repeated']:.1f}%"
 
 
+ALL = {length: {label for name in RECORDS for label in methods_of(name, length)} for length in LENGTHS}
+ALONE = methods_of(FIFTY, LONG) & methods_of(ONCE, LONG)  # and dense: not in the second set-up with 100 prompts
 TABLES = (
-    (scored, {label for name in RECORDS[4096] for label in methods_of(name)}),
+    (partial(scored, length=4096), ALL[4096]),
     (at_equal_bytes, methods_of("equal-bytes")),
-    (scored_long, {label for name in RECORDS[LONG] for label in methods_of(name, LONG)}),
-    (both_set_ups, {label for name in (*OPTIONS[:-2], "fed") for label in methods_of(name, LONG)} | SAME_PAIRS),
+    (partial(scored, length=LONG), ALL[LONG]),
+    (scored_fifty, ALONE),
     (aggregated, methods_of("aggregation", LONG)),
     (read_on, methods_of("perplexity")),
     (written, methods_of("generation")),
@@ -151,11 +153,13 @@ def test_tables_hold_all_of_the_records() -> None:
 
 
 def test_set_ups() -> None:
-    for name in RECORDS[4096]:
-        for rest, question in (("", "prefill"), (FED, "decode"))[: 1 if name == ONCE else 2]:
-            found = record(f"mini-magicpig-{name}{rest}-4096")
-            assert found["config"]["samples"] == 100 and found["config"]["question"] == question
-            assert len(found["tasks"]) == 11 and not found["dirty"]
+    for length in LENGTHS:
+        for name in RECORDS:
+            for rest, question in (("", "prefill"), (FED, "decode"))[: 1 if name == ONCE else 2]:
+                found = record(f"mini-magicpig-{name}{rest}-{length}")
+                assert found["config"]["samples"] == 100 and found["config"]["question"] == question
+                assert len(found["tasks"]) == 11 and not found["dirty"]
+                assert methods_of(name, length) == methods_of(f"{name}{rest}", length)
     windows = record("mini-magicpig-perplexity-4096")["config"]
     assert f"{windows['windows']} windows of prose of {windows['length']} tokens" in WORDS
     assert f"the last {windows['decode_tokens']} tokens" in WORDS
@@ -167,18 +171,35 @@ def test_set_ups() -> None:
 def test_set_ups_of_long_prompts() -> None:
     """Prompts are the same in all records of this length, so scores can be paired."""
     expected = dict[str, list[Any]]()
-    for name, count in (("baselines", 100), ("group", 100), ("aggregation", 50)):
+    names = [*RECORDS, *(f"{name}{FED}" for name in RECORDS if name != ONCE), FIFTY, "aggregation"]
+    batches = dict[str, int]()
+    for name in names:
         found = record(f"mini-magicpig-{name}-{LONG}")
-        assert found["config"]["samples"] == count and found["config"]["question"] == "prefill" and not found["dirty"]
-        assert tuple(found["tasks"]) == AGGREGATION if count == 50 else len(found["tasks"]) == 11
+        count = 50 if name in (FIFTY, "aggregation") else 100
+        assert found["config"]["samples"] == count and not found["dirty"]
+        assert found["config"]["question"] == ("decode" if "fed" in name else "prefill")
+        assert tuple(found["tasks"]) == AGGREGATION if name == "aggregation" else len(found["tasks"]) == 11
         for task, entry in found["tasks"].items():
             told = [sample["expected"] for sample in entry["samples"]]
             assert len(told) == count and expected.setdefault(task, told)[:count] == told
+        batches[name] = found["config"]["batch"]
+    assert {name for name in names[:-2] if batches[name] == 25} == {"baselines", "group"}
+    assert {batches[name] for name in names[:-2]} == {25, 50}
+    newer = {f"{100 * average(one['score'] for one in results('dense', name, length=LONG).values()):.1f}"
+             for name in ("own", "rest")}  # fmt: skip
+    assert newer == {"95.1"} and "dense attention scores 95.1% in `own` and `rest`" in LONG_WORDS
+    hard = [100 * results("dense", "baselines", length=x)["niah_multikey_2"]["score"] for x in (LONG, 4096)]
+    assert f"dense attention scores {hard[0]:.1f}%, and {hard[1]:.1f}% at 4096" in LONG_WORDS
 
 
 def test_sentences() -> None:
     costs = [mean(name) - mean(name, FED) for name in ("magicpig budget=0.1", "magicpig budget=0.05")]
     assert f"{costs[0]:.1f} and {costs[1]:.1f} points at smaller" in WORDS
+    found = [asked(f"magicpig{budget}", 4096) for budget in ("", " budget=0.1", " budget=0.05")]
+    assert found == ["", "worse", "worse"]
+    below = mean("dense") - mean("magicpig")
+    assert f"The shipped plan scores {mean('magicpig'):.1f}%, {below:.1f} points below dense attention" in WORDS
+    assert against("magicpig", "dense", length=4096) == "worse"  # and not at equal bytes, see below
     alone = "magicpig bits=10 tables=150 dense_layers=[]"
     assert f"is {mean(alone):.1f}% and {mean(alone, FED):.1f}%, at {reads(alone):.0f}% of the bytes" in WORDS
     counts = [
@@ -212,22 +233,29 @@ def test_dense_layers() -> None:
 
 def test_pairs_and_options_that_were_measured() -> None:
     """All presets with both ways to share, and other options with one pair."""
-    pairs = [f"magicpig bits={bits} tables={tables}" for bits, tables in PRESETS]
-    apart = {pair: mean(pair) - mean(f"{pair} share=own") for pair in pairs}
-    few = apart.pop("magicpig bits=10 tables=75")
+    apart = {pair: mean(pair) - mean(f"{pair} share=own") for pair in PAIRS}
+    few = apart.pop(FEW)
     assert len(apart) == 5 and max(map(abs, apart.values())) <= 0.3
     assert f"with (10, 75) `group` is {few:.1f} points better" in WORDS
-    assert {name for name in methods_of("group", LONG) if " tables=" in name} == apart.keys()
+    assert against(FEW, f"{FEW} share=own", length=4096) == "better"
+    assert {name for name in methods_of("group", LONG) if " tables=" in name} == apart.keys() == {*FIVE}
     for option in ("dense_layers=[]", "centre=0", "floor=0.999"):
         found = [name for which in ("own", "rest") for name in methods_of(which) if option in name]
         assert found == [f"magicpig bits=10 tables=150 {option}"]
+    plain = "magicpig bits=10 tables=150"
+    centred, flat = (
+        [mean(f"{plain} {option}", rest) - mean(plain, rest) for rest in ("", FED)]
+        for option in ("centre=0", "floor=0.999")
+    )
+    assert f"It scores {centred[0]:.1f} points more, and {centred[1]:.1f} when it reads the question" in WORDS
+    assert f"It differs by {abs(flat[0]):.1f} and {abs(flat[1]):.1f} points" in WORDS
+    for option, better in (("centre=0", "better"), ("floor=0.999", "")):
+        assert all(against(f"{plain} {option}", plain, rest=rest, length=4096) == better for rest in ("", FED))
 
 
 def test_sentences_about_few_tables_and_equal_bytes() -> None:
-    pair = "magicpig bits=10 tables=75"
-    lost = {task: 100 * (results("dense", "rest")[task]["score"] - results(pair, "rest")[task]["score"])
-            for task in ("vt", "niah_multivalue")}  # fmt: skip
-    assert f"scores {mean(pair):.1f}% at {reads(pair):.1f}% of the bytes" in WORDS
+    lost = losses(FEW)
+    assert f"scores {mean(FEW):.1f}% at {reads(FEW):.1f}% of the bytes" in WORDS
     assert f"loses {lost['vt']:.0f} points on `vt` and {lost['niah_multivalue']:.0f} on `niah_multivalue`" in WORDS
     scores = [mean(f"magicpig budget=0.1 redo={x}") for x in (0.5, 0.3)]
     assert f"for {scores[0]:.1f}% and {scores[1]:.1f}% of the score" in WORDS
@@ -271,73 +299,211 @@ def compared(
     mine, theirs = results(one, which, length=length), results(other, than or which, length=length)
     for task in tasks or mine:
         scores = [{a["number"]: a["score"] for a in found[task]["answers"]} for found in (mine, theirs)]
-        pairs += [(scores[0][number], scores[1][number]) for number in scores[0]]
+        pairs += [(scores[0][number], scores[1][number]) for number in scores[0] if number in scores[1]]
     return paired(pairs)
 
 
-def test_sentences_about_long_prompts() -> None:
-    tasks = list(results("dense", "group", length=LONG))
-    lost = {name: {task: score(task, "dense", "group") - score(task, name, "group") for task in tasks}
-            for name in ("magicpig", "magicpig budget=0.1", "magicpig budget=0.05")}  # fmt: skip
-    assert max(map(abs, lost["magicpig"].values())) <= 2.0001
-    small, least = lost["magicpig budget=0.1"], lost["magicpig budget=0.05"]
-    assert f"it loses {small['niah_single_3']:.0f} points on `niah_single_3`" in WORDS
-    assert f"{small['vt']:.0f} on `vt` and {small['niah_multivalue']:.1f} on `niah_multivalue`" in WORDS
-    assert all(least[task] > 0.45 * score(task, "dense", "group") for task in tasks if task.startswith("niah"))
-    assert f"{least['vt']:.0f} points on `vt`" in WORDS
-    assert f"it loses {least['cwe']:.1f} and {least['fwe']:.1f} points" in WORDS
-    presets = [name for name in methods_of("group", LONG) if " tables=" in name]
+def against(one: str, other: str, *tasks: str, rest: str = "", length: int = LONG) -> str:
+    """The same of two methods of the page's tables. Dense attention is that of the first one's record."""
+    which = record_of(one, length)
+    than = which if other == "dense" else record_of(other, length)
+    return compared(one, other, *tasks, which=which + rest, than=than + rest, length=length)
+
+
+def asked(method: str, length: int = LONG, *tasks: str) -> str:
+    """Whether the second set-up is better or worse for a method."""
+    which = record_of(method, length)
+    return compared(method, method, *tasks, which=which + FED, than=which, length=length)
+
+
+def long(method: str, rest: str = "") -> str:
+    return f"{mean(method, rest, LONG):.1f}%"
+
+
+def gap(one: str, other: str, rest: str = "") -> float:
+    return mean(one, rest, LONG) - mean(other, rest, LONG)
+
+
+def test_shares_of_the_bytes_at_long_prompts() -> None:
+    """What is kept at each share."""
+    assert f"It scores {long('magicpig')}, dense attention {long('dense')}" in LONG_WORDS
+    assert f"it scores {long('magicpig', FED)}, and dense attention {long('dense', FED)}" in LONG_WORDS
+    both = ("", FED)
+    most = max(loss for rest in both for loss in losses("magicpig", rest, LONG).values())
+    assert f"No task loses more than {most:.1f} points in either set-up" in LONG_WORDS
+    presets = [f"{pair}{share}" for pair in FIVE for share in ("", " share=own")]
+    assert not any(against(name, "dense", rest=rest) for name in ("magicpig", *presets) for rest in both)
     shares = [reads(name, LONG) for name in presets]
-    falls = [reads(name) - reads(name, LONG) for name in presets]
-    assert f"at {min(shares):.0f}% to {max(shares):.0f}% of the bytes" in WORDS
-    assert f"fall by {min(falls):.1f} to {max(falls):.1f} points" in WORDS
+    assert f"at {min(shares):.0f}% to {max(shares):.0f}% of the bytes" in LONG_WORDS
+    lost = {(name, rest, task): loss for name in presets for rest in both
+            for task, loss in losses(name, rest, LONG).items()}  # fmt: skip
+    worst = max(lost, key=lambda case: lost[case])
+    assert worst == ("magicpig bits=10 tables=150", "", "niah_single_3")
+    assert f"largest loss on a task is {lost[worst]:.1f} points: (10, 150)" in LONG_WORDS
+    eight, bare, cheap = (
+        f"magicpig {options}"
+        for options in (
+            "bits=8 tables=75 dense_layers=[]",
+            "bits=8 tables=75 dense_layers=[] centre=0",
+            "bits=10 tables=150 dense_layers=[]",
+        )
+    )
+    told = reads(eight, LONG), reads("magicpig bits=8 tables=75", LONG)
+    assert f"reads {told[0]:.1f}% of the bytes instead of {told[1]:.1f}%, and scores {long(eight)}" in LONG_WORDS
+    assert f"it reads {reads(bare, LONG):.1f}% and scores {long(bare)}" in LONG_WORDS
+    assert not against(eight, "dense") and not against(bare, "dense")
+    lost_cheap = losses(cheap, length=LONG)
+    assert f"scores {long(cheap)} at {reads(cheap, LONG):.1f}% of the bytes" in LONG_WORDS
+    assert f"**{reads(cheap, LONG):.0f}% of the bytes lose" in LONG_WORDS
+    assert f"{average(lost_cheap.values()):.1f} points below dense" in LONG_WORDS
+    assert against(cheap, "dense") == "worse"
+    assert f"loses {lost_cheap['niah_single_3']:.1f} points on `niah_single_3` and {lost_cheap['vt']:.1f}" in LONG_WORDS
+
+
+def test_budgets_at_long_prompts() -> None:
+    small, least = (losses(f"magicpig budget={budget}", length=LONG) for budget in (0.1, 0.05))
+    name = "magicpig budget=0.1"
+    assert f"`budget=0.1` scores {long(name)} at {reads(name, LONG):.1f}% of the bytes" in LONG_WORDS
+    assert f"loses {small['niah_single_3']:.0f} points on `niah_single_3`" in LONG_WORDS
+    assert f"{small['vt']:.0f} on `vt` and {small['niah_multivalue']:.1f} on `niah_multivalue`" in LONG_WORDS
+    dense = results("dense", "group", length=LONG)
+    assert all(loss > 45 * dense[task]["score"] for task, loss in least.items() if task.startswith("niah"))
+    assert f"{least['vt']:.0f} points on `vt`" in LONG_WORDS
+    assert f"it loses {least['cwe']:.1f} and {least['fwe']:.1f} points" in LONG_WORDS
+    falls = [reads(pair) - reads(pair, LONG) for pair in FIVE]
+    assert f"fall by {min(falls):.1f} to {max(falls):.1f} points" in LONG_WORDS
     for name in ("magicpig", "magicpig budget=0.1", "magicpig budget=0.05"):
-        assert f"from {reads(name):.1f}% to {reads(name, LONG):.1f}%" in WORDS
+        assert f"from {reads(name):.1f}% to {reads(name, LONG):.1f}%" in LONG_WORDS
     whole = [mean("magicpig budget=0.1", length=x) - mean("dense", length=x) for x in (LONG, 4096)]
-    assert f"loses {-whole[0]:.1f} points of dense attention's score here and {-whole[1]:.1f} at 4096" in WORDS
-    loki, drawn = "loki k=0.05", "loki k=0.05 choose=sample"
-    for name, found in ((loki, "worse"), (drawn, "better")):
-        assert compared(name, "dense", which="baselines") == found
-        assert compared(name, "magicpig", which="baselines", than="group") == found
-    gaps = [abs(mean(a, length=LONG) - mean(b, length=LONG)) for a in (loki, drawn) for b in ("dense", "magicpig")]
-    assert f"{gaps[0]:.1f} points below dense attention and {gaps[1]:.1f} below `magicpig`" in WORDS
-    assert f"above both: {gaps[2]:.1f} and {gaps[3]:.1f} points" in WORDS
-    assert not any(compared(name, "dense", which="group") for name in ("magicpig", *presets))
+    assert f"loses {-whole[0]:.1f} points of dense attention's score here and {-whole[1]:.1f} at 4096" in LONG_WORDS
+    steps = ["magicpig budget=0.1", *(f"magicpig budget=0.1 redo={x}" for x in (0.5, 0.3)), "magicpig"]
+    for step, other in zip(steps[1:], steps, strict=False):
+        assert against(step, other) == "better"
+    assert against(steps[1], "magicpig") == against(steps[2], "magicpig") == "worse"
+    assert f"`redo=0.5` scores {long(steps[1])} at {reads(steps[1], LONG):.1f}%" in LONG_WORDS
+    assert f"`redo=0.3` scores {long(steps[2])} at {reads(steps[2], LONG):.1f}%" in LONG_WORDS
+    assert f"plan, which scores {long('magicpig')} at {reads('magicpig', LONG):.1f}%" in LONG_WORDS
+
+
+def test_pairs_and_options_at_long_prompts() -> None:
+    apart = list[float]()
+    for pair in FIVE:
+        for rest in ("", FED):
+            apart.append(gap(pair, f"{pair} share=own", rest))
+            assert not against(pair, f"{pair} share=own", rest=rest)
+    assert f"differ by at most {max(map(abs, apart)):.1f} points in either set-up" in LONG_WORDS
+    own = f"{FEW} share=own"
+    mine, theirs = (results(name, record_of(name, LONG), length=LONG) for name in (FEW, own))
+    gains = [100 * (mine[task]["score"] - theirs[task]["score"]) for task in ("vt", "niah_multivalue")]
+    assert f"`group` is {gap(FEW, own):.1f} points better" in LONG_WORDS
+    assert f"{gains[0]:.1f} on `vt` and {gains[1]:.1f} on `niah_multivalue`" in LONG_WORDS
+    assert all(against(FEW, own, *tasks) == "better" for tasks in ((), ("vt",), ("niah_multivalue",)))
+    for pair in PAIRS:
+        assert abs(reads(pair, LONG) - reads(f"{pair} share=own", LONG)) < 0.05
+    lost = losses(FEW, length=LONG)
+    assert f"It scores {long(FEW)} at {reads(FEW, LONG):.1f}% of the bytes" in LONG_WORDS
+    assert f"loses {lost['vt']:.0f} points on `vt` and {lost['niah_single_3']:.0f} on `niah_single_3`" in LONG_WORDS
+    assert against(FEW, "dense") == "worse"
+    plain, eight = "magicpig bits=10 tables=150", "magicpig bits=8 tables=75 dense_layers=[]"
+    told = [gap(f"{name} centre=0", name) for name in (plain, eight)]
+    assert f"`centre=0` is {told[0]:.1f} points better with (10, 150), and {told[1]:.1f} with (8, 75)" in LONG_WORDS
+    assert not any(against(f"{name} centre=0", name) for name in (plain, eight))
+    assert against(f"{eight} centre=0", eight, "fwe") == "worse"
+    counts = [score("fwe", f"{eight}{x}", "rest") for x in (" centre=0", "")]
+    assert f"on `fwe` the latter scores {counts[0]:.1f}%, and {counts[1]:.1f}% with centring" in LONG_WORDS
+    flat = f"{plain} floor=0.999"
+    assert f"(10, 150) scores {long(flat)}, {gap(flat, plain):.1f} points more" in LONG_WORDS
+    assert against(flat, plain) == "better"
+    assert not any(against(flat, plain, task) for task in results(flat, "rest", length=LONG))
+
+
+def test_other_methods_at_long_prompts() -> None:
+    top, drawn = "loki k=0.05", "loki k=0.05 choose=sample"
+    for name, found in ((top, "worse"), (drawn, "better")):
+        assert against(name, "dense") == against(name, "magicpig") == found
+        kept = "" if name == top else "better"
+        assert against(name, "dense", rest=FED) == against(name, "magicpig", rest=FED) == kept
+    gaps = [abs(gap(a, b)) for a in (top, drawn) for b in ("dense", "magicpig")]
+    assert f"At {reads(top, LONG):.1f}% of the bytes it scores {long(top)}, {gaps[0]:.1f} points below" in LONG_WORDS
+    assert f"dense attention and {gaps[1]:.1f} below `magicpig`" in LONG_WORDS
+    assert f"it scores {long(drawn)}, above both: {gaps[2]:.1f} and {gaps[3]:.1f} points" in LONG_WORDS
+    fed = [gap(drawn, name, FED) for name in ("dense", "magicpig")]
+    assert f"the two gains are {fed[0]:.1f} and {fed[1]:.1f} points" in LONG_WORDS
+    counts = [score("cwe", name, f"baselines{rest}") for rest in ("", FED) for name in (drawn, top)]
+    assert f"`cwe`: {counts[0]:.1f}% instead of {counts[1]:.1f}%" in LONG_WORDS
+    assert f"{counts[2]:.1f}% instead of {counts[3]:.1f}% with the question" in LONG_WORDS
+    assert all(compared(drawn, top, "cwe", which=f"baselines{rest}") == "better" for rest in ("", FED))
     for name in ("quest", "kascade"):
-        assert f"{mean(f'{name} k=0.05', length=LONG):.1f}% at {reads(f'{name} k=0.05', LONG):.1f}%" in WORDS
+        assert f"{long(f'{name} k=0.05')} at {reads(f'{name} k=0.05', LONG):.1f}%" in LONG_WORDS
+    assert f"`quest` scores {score('niah_multikey_3', 'quest k=0.05', 'baselines'):.1f}%" in LONG_WORDS
+    assert f"`kascade` {score('vt', 'kascade k=0.05', 'baselines'):.1f}% on `vt`" in LONG_WORDS
 
 
-def test_options_at_long_prompts() -> None:
-    """The sentences on options and on questions read by the method, of 50 prompts."""
-    for which, question in (("own", "prefill"), ("rest", "prefill"), ("fed", "decode")):
-        found = record(f"mini-magicpig-{which}-{LONG}")
-        assert found["config"]["samples"] == 50 and found["config"]["question"] == question and not found["dirty"]
-        assert len(found["tasks"]) == 11
-    shown = {name: both_set_ups(name) for name in methods_of("fed", LONG) | methods_of("rest", LONG)}
-    eight, bare = (f"magicpig bits=8 tables=75 dense_layers=[]{x}" for x in ("", " centre=0"))
-    assert f"scores {shown[eight][2]}, and {shown[bare][2]} without centring" in WORDS
-    assert f"Dense attention scores {shown['dense'][2]}" in WORDS
-    assert not any(compared(name, "dense", which="fed") for name in (eight, bare))
-    cheap, few = "magicpig bits=10 tables=150 dense_layers=[]", "magicpig bits=10 tables=75"
-    assert f"reads {shown[cheap][0]} of the bytes** and scores {shown[cheap][1]}" in WORDS
-    assert not compared(cheap, "dense", which="rest")
-    assert f"{shown[few][2]} instead of {shown[few][1]}" in WORDS
-    both = {name: next(w for w in OPTIONS if name in methods_of(w, LONG)) for name in methods_of("fed", LONG) - {bare}}
-    changed = {name: compared(name, name, which="fed", than=first) for name, first in both.items()}
-    assert {name for name, found in changed.items() if found} == {few} and changed[few] == "worse"
+def test_questions_read_by_the_method_at_long_prompts() -> None:
+    """Which methods lose more than chance, and where."""
+    methods = sorted({name for name in ALL[LONG] if record_of(name, LONG) != ONCE} - {"dense"})
+    costs = {name: mean(name, length=LONG) - mean(name, FED, LONG) for name in methods}
+    changed = {name: found for name in methods if (found := asked(name))}
+    own, least, cascade = f"{FEW} share=own", "magicpig budget=0.05", "kascade k=0.05"
+    gained = "magicpig bits=10 tables=150"
+    assert changed.pop(gained) == "better" and not asked("dense")
+    lost = {"magicpig", least, own, cascade, f"{cascade} choose=sample"}
+    assert changed == dict.fromkeys(lost, "worse")
+    assert f"finds {len(changed) + 1} changes in {len(methods)} methods" in LONG_WORDS
+    assert not against("magicpig", "dense", rest=FED)
+    assert f"a gain: {-costs[gained]:.1f} points for (10, 150)" in LONG_WORDS
+    near = [*FIVE, *(f"{pair} share=own" for pair in FIVE), *(x for x in methods if x.startswith(("loki", "oracle")))]
+    assert f"changes by at most {max(abs(costs[name]) for name in near):.1f} points" in LONG_WORDS
+    assert f"The shipped plan loses {costs['magicpig']:.1f}, more than chance" in LONG_WORDS
+    told = [costs[name] for name in (least, own, cascade, f"{cascade} choose=sample")]
+    assert (
+        f"loses {told[0]:.1f} points, (10, 75) with `own` {told[1]:.1f}, and `kascade` {told[2]:.1f}, or "
+        f"{told[3]:.1f} with samples" in LONG_WORDS
+    )
+    small, quest = "magicpig budget=0.1", "quest k=0.05"
+    assert f"The {costs[small]:.1f} points of `budget=0.1` and the {costs[quest]:.1f} of `quest`" in LONG_WORDS
+    falls = dict[tuple[str, str], float]()
+    for name in methods:
+        first, second = (results(name, record_of(name, LONG), rest, LONG) for rest in ("", FED))
+        falls |= {(name, task): 100 * (first[task]["score"] - second[task]["score"]) for task in first}
+    similar, drawn = "niah_multikey_2", f"{cascade} choose=sample"
+    six = [(name, similar) for name in (quest, least, drawn, small)] + [(least, "niah_multikey_3"), (drawn, "vt")]
+    assert {*sorted(falls, key=lambda case: -falls[case])[:6]} == {*six}
+    assert all(asked(name, LONG, task) == "worse" for name, task in six)
+    told = [falls[case] for case in six]
+    assert (
+        f"On `{similar}`, `quest` loses {told[0]:.0f} points, `budget=0.05` {told[1]:.0f}, `kascade` with samples "
+        f"{told[2]:.0f} and `budget=0.1` {told[3]:.0f}. `budget=0.05` also loses {told[4]:.0f} on `niah_multikey_3`, "
+        f"and `kascade` with samples {told[5]:.0f} on `vt`" in LONG_WORDS
+    )
+    assert not {
+        name for option in ("dense_layers=[]", "centre=0", "floor", "redo") for name in methods if option in name
+    }
+    for option in ("dense_layers=[]", "centre=0", "floor=0.999"):
+        assert scored(f"magicpig bits=10 tables=150 {option}", 4096)[2] != "-"
+
+
+def test_runs_with_fifty_prompts() -> None:
+    eight = "magicpig bits=8 tables=75 dense_layers=[]"
+    assert {"dense", FEW, eight, f"{eight} centre=0"} == ALONE
+    for name in (eight, f"{eight} centre=0"):
+        assert not compared(name, "dense", which=FIFTY) and not compared(name, name, which=FIFTY, than=ONCE)
+    first, second = (average(of_fifty(FEW, which).values()) for which in (ONCE, FIFTY))
+    assert compared(FEW, FEW, which=FIFTY, than=ONCE) == "worse"
+    assert f"**(10, 75) loses {first - second:.1f} points more when it reads the question**" in LONG_WORDS
+    again = methods_of(FIFTY, LONG) - ALONE | {"dense"}
+    assert len(again) == 5 and "dense attention and four methods of the table above" in LONG_WORDS
     apart = dict[str, float]()
-    for pair in SAME_PAIRS:
-        first = "rest" if pair == few else "group"
-        scores = [float(first_fifty(*of)[1][:-1]) for of in ((pair, first), (f"{pair} share=own", "own"))]
-        apart[pair] = round(scores[0] - scores[1], 1)
-        assert bool(compared(f"{pair} share=own", pair, which="own", than=first)) == (pair == few)
-    assert f"`group` is {apart.pop(few)} points better" in WORDS
-    assert f"differ by at most {max(map(abs, apart.values()))} points" in WORDS
-    plain, redone = "magicpig bits=10 tables=150", "magicpig budget=0.1 redo=0.5"
-    told = [both_set_ups(f"{plain}{x}")[1] for x in (" centre=0", " floor=0.999", "")]
-    assert f"`centre=0` scores {told[0]} and `floor=0.999` {told[1]} with (10, 150), which scores {told[2]}" in WORDS
-    assert not any(compared(f"{plain}{x}", plain, which="rest", than="group") for x in (" centre=0", " floor=0.999"))
-    assert f"to {shown[redone][0]} of the bytes, for {shown[redone][1]} of the score" in WORDS
+    for name in again:
+        which = f"{record_of(name, LONG)}{FED}"
+        apart[name] = abs(average(of_fifty(name, FIFTY).values()) - average(of_fifty(name, which).values()))
+        assert not compared(name, name, which=FIFTY, than=which)
+    assert max(apart, key=lambda name: apart[name]) == "magicpig bits=10 tables=150"
+    most = max(apart.values())
+    assert f"Two runs of one method differ by up to {most:.1f} points" in LONG_WORDS
+    assert f"two runs of one method differ by up to {most:.1f} points" in LONG_WORDS
+    batches = [record(f"mini-magicpig-{which}-{LONG}")["config"]["batch"] for which in (FIFTY, f"group{FED}")]
+    assert f"with {batches[0]} sequences at a time instead of {batches[1]}" in LONG_WORDS
 
 
 def test_sentences_about_aggregation() -> None:
