@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Lists, Rows, Selection, Span, Spans, absolute, attend, mix, relative
-from longreach.ops.attend import triton_backward_launches, triton_pairs
+from longreach.ops.attend import triton_backward, triton_backward_launches, triton_pairs
 from longreach.ops.mix import KeySet, attend_mixed
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.selections import packed, random_lists, random_selection
@@ -107,6 +107,18 @@ def test_a_block_that_many_rows_list(block: int, monkeypatch: pytest.MonkeyPatch
     for many in (1 << 13, 1 << 30):
         monkeypatch.setattr(triton_pairs, "PARTS_BYTES", many)
         agrees(rows, kv, lists)
+
+
+def test_many_rows_without_a_gradient_go_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as with one."""
+    kv = clean(random_kv([90, 70], heads=2, dim=16, seed=5))
+    rows = random_rows(kv, 40, group=2, seed=5)
+    lists = random_lists(rows, kv, block=16, overflow=0.2, weighted=False, seed=5)
+    want = gradients(rows, kv, lists, "triton")
+    monkeypatch.setattr(triton_backward, "MANY", 40)
+    assert triton_backward.by_block(rows, kv, lists)
+    got = attend(here(rows), here(kv), here(lists), scale=0.3, impl="triton")
+    assert torch.equal(got.out.cpu(), want[0]) and torch.equal(got.lse.cpu(), want[1])
 
 
 def test_spans_of_whole_sequences() -> None:

@@ -28,7 +28,8 @@ from longreach.ops.rope import RotaryFrequencies
 WEIGHTS = (0.5, 8.0, 1.0)  # of the levels
 HOW = (
     "Times are those of a layer: summary of the block that a row completes, choice of blocks, attention to the window, "
-    "to summaries and to recalled blocks, and their mixture. Keys and values are appended already, for ours as well."
+    "to summaries and to recalled blocks, and their mixture. Keys and values are appended already, for ours as well. "
+    "What all layers of a step share, the numbers of blocks before each row, is computed before, as a session does."
 )
 
 
@@ -60,12 +61,12 @@ class BlockStep:
         """The step, which returns [B, H, D]."""
         kv, blocks, config = self._views[copy], self._blocks[copy], self.config
         rows, impl = replace(self.inputs.rows(copy, 1), runs=None), impl or self.impl
+        reach = Reach.of(rows.pos.long(), None, config)
         assert blocks.summaries is not None
 
         def run() -> Tensor:
             assert blocks.summaries is not None
             code_completed(rows, kv, blocks.summaries.k, code=self.code, per=config.block)
-            reach = Reach.of(rows.pos.long(), None, config)
             recalled = choose(rows, rows.pos, kv.heads, blocks, reach, self.code, config, self.inputs.scale, impl=impl)
             return block_attention(
                 rows, kv, reach, blocks, recalled, self.weights, config, self.inputs.scale, impl=impl

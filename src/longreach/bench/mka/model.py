@@ -21,8 +21,8 @@ from longreach.bench.targets import judge
 
 CHUNK = 8192  # tokens of a pass over the prompt
 GATE = 0.5  # of the converted model, so that the mixture is no copy
-# relative error of logits that rounding explains: layers of a random model amplify it (0.18 was seen with exact attention
-# in bf16); wrong attention gives about 1.4. Else 1e-3.
+# relative error of logits that rounding explains: layers of a random model amplify it (in bf16 0.18 was seen with
+# exact attention); wrong attention gives about 1.4. Else 1e-3.
 MOST = {torch.bfloat16: 0.25, torch.float16: 5e-2}
 
 

@@ -52,6 +52,8 @@ def prepare(
     if isinstance(selection, TileLists):
         tiles.refuse(rows, kv, selection)
         return partial(tiles.attend_tiles, rows, kv, selection, scale, softcap, sink_logit)
+    if isinstance(selection, Lists) and sink_logit is None and backward.by_block(rows, kv, selection):
+        return partial(backward.attend_by_block, rows, kv, selection, scale, softcap)
 
     def plan_now() -> _Plan:
         return _plan(rows, kv, selection, None, None, parts=1, values=True)

@@ -13,6 +13,7 @@ from longreach.errors import Unsupported
 from longreach.ops.attend import backward_plan as plans
 from longreach.ops.attend import triton_pairs as pairs
 from longreach.ops.attend.triton_backward_launches import Form, Problem, Results
+from longreach.ops.attend.triton_tuning import INTERPRETED
 from longreach.ops.partial import merge
 from longreach.ops.selection import Lists, Selection, Spans, slots_seen
 from longreach.ops.types import KVView, Partial, Rows
@@ -41,6 +42,22 @@ def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
                 f"the backward of attend's Triton kernels {message}; an input requires a gradient; "
                 f"use impl='reference', or torch.no_grad()"
             )
+
+
+MANY = 1 << 30 if INTERPRETED else 2048  # rows from which lists of blocks are attended to block by block
+
+
+def by_block(rows: Rows, kv: KVView, selection: Lists) -> bool:
+    """Whether attend without a gradient goes block by block, as with one: for many rows with lists of their own."""
+    if rows.q.shape[0] < MANY or selection.row_to_list is not None:
+        return False
+    plain = kv.block_table is None and kv.slot_pos is None
+    return plain and pairs.takes(selection.block, selection.log_weight is not None)
+
+
+def attend_by_block(rows: Rows, kv: KVView, selection: Lists, scale: float, softcap: float | None) -> Partial:
+    given = Given.of(lambda: Partial.empty(*rows.q.shape), rows, kv, selection, scale, softcap)
+    return Partial(*compute(given.forward, given.form, None, *given.tensors))
 
 
 class Given(NamedTuple):

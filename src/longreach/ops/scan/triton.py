@@ -152,7 +152,7 @@ def _backward(
 
 def _form(rows: int, dim: int) -> tuple[dict[str, int], int, dict[str, int]]:
     wide = triton.next_power_of_2(dim)
-    return {"D": dim, "BD": wide, "C": ROWS, "U": AT_ONCE}, triton.cdiv(rows, ROWS), {"num_warps": max(1, wide // 128)}
+    return {"D": dim, "BD": wide, "C": ROWS, "U": AT_ONCE}, triton.cdiv(rows, ROWS), {"num_warps": max(1, wide // 256)}
 
 
 def _states(chunks: int, heads: int, dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -163,5 +163,5 @@ def _chain(effects: tuple[Tensor, Tensor], begins: tuple[Tensor, Tensor], *, bac
     chunks, heads, dim = effects[0].shape
     wide = triton.next_power_of_2(dim)
     kernels.chain[(heads,)](
-        effects, begins, chunks, heads, BACK=back, D=dim, BD=wide, U=CHAINED, num_warps=max(1, wide // 128)
+        effects, begins, chunks, heads, BACK=back, D=dim, BD=wide, U=CHAINED, num_warps=max(1, wide // 256)
     )

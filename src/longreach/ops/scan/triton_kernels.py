@@ -32,6 +32,13 @@ def _sources(source, at, rows, U: tl.constexpr):
 
 
 @triton.jit
+def _plain(source, at, rows, U: tl.constexpr):
+    """Whether U rows from `at` on are there, and each goes on from the row before it."""
+    n = at + tl.arange(0, U)
+    return tl.min((tl.load(source + n, mask=n < rows, other=-3) == GOES_ON).to(tl.int32), 0) == 1
+
+
+@triton.jit
 def _loaded(x, at, rows, row_stride, d, some, U: tl.constexpr):
     """fp32 [BD] of U rows from `at` on, 0 where there is none."""
     found = ()
@@ -68,17 +75,25 @@ def ends(
     w, v, f, h = 0.0, 0.0, 1.0, 0.0
     for step in range(0, C, U):
         at = chunk * C + step
-        kinds = _sources(source, at, rows, U)
         xs = _loaded(x + g.to(tl.int64) * head_stride, at, rows, row_stride, d, some, U)
-        for u in tl.static_range(U):
-            kind = kinds[u]
-            s0, w0, v0 = _before(s, w, v, kind, carry, g, heads, rate, d, some, D)
-            real = (kind != PADDING).to(tl.float32)
-            s = tl.where(kind == PADDING, 0.0, xs[u] + rate * s0)
-            w, v = real * (1.0 + rate * w0), real * (w0 + rate * v0)
-            on = kind == GOES_ON
-            h = tl.where(on, f + rate * h, 0.0)
-            f = tl.where(on, rate * f, 0.0)
+        if _plain(source, at, rows, U):
+            for u in tl.static_range(U):
+                s = xs[u] + rate * s
+                v = w + rate * v
+                w = 1.0 + rate * w
+                h = f + rate * h
+                f = rate * f
+        else:
+            kinds = _sources(source, at, rows, U)
+            for u in tl.static_range(U):
+                kind = kinds[u]
+                s0, w0, v0 = _before(s, w, v, kind, carry, g, heads, rate, d, some, D)
+                real = (kind != PADDING).to(tl.float32)
+                s = tl.where(kind == PADDING, 0.0, xs[u] + rate * s0)
+                w, v = real * (1.0 + rate * w0), real * (w0 + rate * v0)
+                on = kind == GOES_ON
+                h = tl.where(on, f + rate * h, 0.0)
+                f = tl.where(on, rate * f, 0.0)
     sums, scalars = states
     place = chunk.to(tl.int64) * heads + g
     tl.store(sums + place * D + d, s, mask=some)
@@ -142,24 +157,36 @@ def means(
         v = tl.load(begins[1] + place * 4 + 1)
     for step in range(0, C, U):
         at = chunk * C + step
-        kinds = _sources(source, at, rows, U)
         xs = _loaded(x + g.to(tl.int64) * head_stride, at, rows, row_stride, d, some, U)
-        for u in tl.static_range(U):
-            kind = kinds[u]
-            s0, w0, v0 = _before(s, w, v, kind, carry, g, heads, rate, d, some, D)
-            real = (kind != PADDING).to(tl.float32)
-            s = tl.where(kind == PADDING, 0.0, xs[u] + rate * s0)
-            w, v = real * (1.0 + rate * w0), real * (w0 + rate * v0)
-            there = at + u < rows
-            place = (at + u).to(tl.int64) * heads + g
-            mean = s / tl.maximum(w, 1.0)  # W is at least 1, and 0 for padding
-            tl.store(y + place * D + d, mean.to(y.dtype.element_ty), mask=some & there)
-            tl.store(weights[0] + place, w, mask=there)
-            tl.store(weights[1] + place, v, mask=there)
-            b = tl.load(last + at + u, mask=there, other=-1)
-            to = tl.maximum(b, 0).to(tl.int64) * heads + g
-            tl.store(ended[0] + to * D + d, mean, mask=some & (b >= 0))
-            tl.store(ended[1] + to, w, mask=b >= 0)
+        n = at + tl.arange(0, U)
+        ends_here = tl.max(tl.load(last + n, mask=n < rows, other=-1), 0) >= 0
+        if _plain(source, at, rows, U) & ~ends_here:
+            for u in tl.static_range(U):
+                s = xs[u] + rate * s
+                v = w + rate * v
+                w = 1.0 + rate * w
+                place = (at + u).to(tl.int64) * heads + g
+                tl.store(y + place * D + d, (s * (1.0 / w)).to(y.dtype.element_ty), mask=some)
+                tl.store(weights[0] + place, w)
+                tl.store(weights[1] + place, v)
+        else:
+            kinds = _sources(source, at, rows, U)
+            for u in tl.static_range(U):
+                kind = kinds[u]
+                s0, w0, v0 = _before(s, w, v, kind, carry, g, heads, rate, d, some, D)
+                real = (kind != PADDING).to(tl.float32)
+                s = tl.where(kind == PADDING, 0.0, xs[u] + rate * s0)
+                w, v = real * (1.0 + rate * w0), real * (w0 + rate * v0)
+                there = at + u < rows
+                place = (at + u).to(tl.int64) * heads + g
+                mean = s * (1.0 / tl.maximum(w, 1.0))  # W is at least 1, and 0 for padding
+                tl.store(y + place * D + d, mean.to(y.dtype.element_ty), mask=some & there)
+                tl.store(weights[0] + place, w, mask=there)
+                tl.store(weights[1] + place, v, mask=there)
+                b = tl.load(last + at + u, mask=there, other=-1)
+                to = tl.maximum(b, 0).to(tl.int64) * heads + g
+                tl.store(ended[0] + to * D + d, mean, mask=some & (b >= 0))
+                tl.store(ended[1] + to, w, mask=b >= 0)
 
 
 @triton.jit
@@ -173,7 +200,7 @@ def _gradient(dy, d_ended, at, w, last, rows, g, heads, d, some, D: tl.constexpr
         to = tl.maximum(b, 0).to(tl.int64) * heads + g
         grad += tl.load(d_ended + to * D + d, mask=some & (b >= 0), other=0.0)
     total = tl.load(w + place, mask=there, other=0.0)
-    return tl.where(total == 0.0, 0.0, grad / tl.maximum(total, 1.0)), total
+    return tl.where(total == 0.0, 0.0, grad * (1.0 / tl.maximum(total, 1.0))), total
 
 
 @triton.jit
