@@ -86,4 +86,5 @@ class Router(nn.Module):
 
 def at_least_zero(weights: Tensor) -> Tensor:
     """Weights of a mixture may not be negative: 0 instead, with the gradient of the weight itself."""
-    return weights + (weights.clamp(min=0) - weights).detach()
+    positive = weights.clamp(min=0)
+    return weights + (positive - weights).detach() if weights.requires_grad else positive
