@@ -157,8 +157,8 @@ def add_host(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", action="store_true", help="keep keys and values in host memory, but for layers that "
                         "the decode method reads whole; the GPU reads chosen keys over the link")  # fmt: skip
     parser.add_argument("--device-memory", type=byte_size, metavar="SIZE", help="with --host: the most GPU memory for "
-                        "keys, values and the staging of prompts, such as 4GB; as many layers as fit stay there. Tables "
-                        "and other data of a method are not limited by it")  # fmt: skip
+                        "keys, values and the staging of prompts, such as 4GB; as many layers as fit stay there. The "
+                        "tables and other data of a method are not limited by it")  # fmt: skip
     parser.add_argument("--host-attend", choices=("auto", "link", "cpu"), help="with --host: who computes attention to "
                         "them, the GPU over the link or the CPU (default auto: the faster one, measured)")  # fmt: skip
 

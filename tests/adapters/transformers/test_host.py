@@ -198,10 +198,10 @@ def test_mac_is_warned_of_as_it_reads_layers_whole_on_a_miss() -> None:
         text = r"mac reads 3 layers whole at each step in which it finds nothing to reuse.*\(--device-memory\)"
         with pytest.warns(UserWarning, match=text):
             generate(session, prompt(), max_new_tokens=3)
-    with attach(tiny(), decode=MAC(), cache=replace(HOST, device_bytes=1 << 40)) as session:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            generate(session, prompt(), max_new_tokens=3)
+    resident = replace(HOST, device_bytes=1 << 40)
+    with attach(tiny(), decode=MAC(), cache=resident) as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(session, prompt(), max_new_tokens=3)
 
 
 def test_as_many_layers_as_fit_stay_in_gpu_memory() -> None:
@@ -223,7 +223,9 @@ def test_as_many_layers_as_fit_stay_in_gpu_memory() -> None:
             generate(session, prompt(), max_new_tokens=3)
         assert not session.ledger.tallies
     with attach(model, decode=METHODS["quest"], cache=replace(HOST, device_bytes=each)) as session:
-        text = rf"to at least {2 * each} \(.*\), or to {3 * each} \({gib(3 * each)}\) to keep the 1 layer that goes there"
+        text = (
+            rf"to at least {2 * each} \(.*\), or to {3 * each} \({gib(3 * each)}\) to keep the 1 layer that goes there"
+        )
         with pytest.raises(CapacityError, match=text):
             generate(session, prompt(), max_new_tokens=3)
 

@@ -219,9 +219,7 @@ def test_after_a_failure_in_an_answer_the_next_one_measures_again(
     assert torch.equal(answer(LEAST), want) and by_cpu(session) and ways == ["link", "cpu"] * 2
 
 
-def test_the_first_token_comes_before_the_measurement(
-    session: Session, measured: Callable[[Times], list[str]]
-) -> None:
+def test_the_first_token_comes_before_the_measurement(session: Session, measured: Callable[[Times], list[str]]) -> None:
     ways = measured({"link": 2.0, "cpu": 1.0})
     cache, logits = read(session)
     run = DecodeRun(session, LEAST, Ends((), 0))

@@ -344,7 +344,7 @@ class Session:
         return frozenset(self.facts.cache_windows).union(*(some for some in whole if len(some) < self._layers))
 
     def note_memory(self, cache: PassCache, *, decoding: bool) -> None:
-        """Note where keys and values lie, for the report. Warns once if the decode method may read host memory whole."""
+        """Note where keys and values lie, for the report. Warns once if the decode method reads host layers whole."""
         if not cache.kv.config.host:
             return
         use, before = cache.kv.memory_use, self._memory
@@ -362,8 +362,8 @@ class Session:
                 f"{self.decode.name} reads {len(slow)} layers whole at each step"
                 f"{' in which it finds nothing to reuse' if missing else ''}, and their keys and values lie in host "
                 f"memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each new "
-                f"token. Raise CacheConfig(device_bytes=...) (--device-memory), or decode with a method that reads fewer "
-                f"keys",
+                f"token. Raise CacheConfig(device_bytes=...) (--device-memory), or decode with a method that reads "
+                f"fewer keys",
                 stacklevel=2,
             )
 
