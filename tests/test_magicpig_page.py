@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from longreach.methods.magicpig import PRESETS, MagicPIG
 from longreach.methods.magicpig.method import HASHED
@@ -330,6 +333,78 @@ def gpu_row(case: dict[str, Any], name: str) -> Row:
     )  # fmt: skip
 
 
+def prefill_seconds() -> tuple[float, float]:
+    """At 128K: to the first token of a model of 32 layers, and of attention in one layer."""
+    user, attention = (
+        record(name)["cases"][case] for name, case in (("user", "user-128k-b1"), ("prefill", "prefill-128k"))
+    )
+    (first,) = (x["ttft_seconds"] for x in user["entries"] if x["name"] == "longreach.generate")
+    assert user["shape"]["context"] == attention["shape"]["context"] == 128 << 10 and user["model"]["layers"] == 32
+    for name in ("heads", "kv_heads", "dim", "dtype"):
+        assert gpu_cases()[0]["shape"][name] == user["shape"][name] == attention["shape"][name], name
+    assert {case["device"]["name"] for case in (user, attention)} == {"NVIDIA H200"}
+    return first, micros(attention, "sdpa_cudnn") / 1e6
+
+
+def table_targets() -> list[Row]:
+    """Build and bytes of tables at 128K, which the record does not judge."""
+    case, (first, _) = gpu_cases()[0], prefill_seconds()
+    assert case["shape"]["context"] == 128 << 10 and case["shape"]["batch"] == 1
+    rows = list[Row]()
+    for bound, quantity, digits in (
+        (10, "build of the tables, % of the dense prefill", 2), (1, "bytes of tables, % of dense", 2)
+    ):  # fmt: skip
+        for name, x in case["sampled"].items():
+            dense = 100 * x["bytes_read"] / x["percent_of_dense"]
+            got = 32 * 100 * x["build_seconds"] / first if bound == 10 else 100 * x["metadata_bytes"] / dense
+            reached = "yes" if got <= bound else "no"
+            rows.append((f"128K, batch 1, {name}: {quantity}", str(bound), f"{got:.{digits}f}", reached))
+    return rows
+
+
+def test_tables_over_attention_alone() -> None:
+    first, attention = prefill_seconds()
+    words = " ".join(section(PAGE, "On a GPU", "On a CPU").split())
+    group, own = (x["build_seconds"] / attention for x in gpu_cases()[0]["sampled"].values())
+    assert f"{first:.2f} s to the first token at 128K (record `user`, case `user-128k-b1`" in words
+    assert f"attention takes {1e3 * attention:.1f} ms (record `prefill`, case `prefill-128k`, `sdpa_cudnn`)." in words
+    assert f"Its tables take {group:.1%} of that with (10, 75) and `group`, and {own:.1%} with (10, 150)" in words
+    for x in gpu_cases()[0]["sampled"].values():  # metadata is all that is not keys or values
+        read = x["search_bytes"] + x["attention_bytes"]
+        assert x["metadata_bytes"] == pytest.approx(read - x["key_bytes"] - x["value_bytes"])
+
+
+SAMPLED_BY_MINI = {"(10,75) group": ("rest", "magicpig bits=10 tables=75"),
+                 "(10,150) own": ("own", "magicpig bits=10 tables=150 share=own")}  # fmt: skip
+
+
+def sampled_by_mini(name: str, method: str, field: str) -> str:
+    """Mean over RULER's tasks at 16,384 tokens and over sparse layers."""
+    found = record(f"mini-magicpig-{name}-16384")
+    assert found["model"]["name"] == "longreach-mini" and len(found["tasks"]) == 11
+    assert f"`mini-magicpig-{name}-16384`" in section(PAGE, "On a GPU", "On a CPU")
+    layers = [task["results"][method]["sampling"][field] for task in found["tasks"].values()]
+    return f"{sum(sum(some) / len(some) for some in layers) / len(layers):.1%}"
+
+
+def test_sampled_shares_of_the_timings_and_of_a_model() -> None:
+    head = ("`bits`, `tables`, share", "keys of a head, timed", "longreach-mini", "keys of a group, timed",
+            "longreach-mini")  # fmt: skip
+    ((_, rows),) = [table for table in tables(section(PAGE, "On a GPU", "On a CPU")) if table[0] == head]
+    expected = []
+    for preset, (name, method) in SAMPLED_BY_MINI.items():
+        timed, options = gpu_cases()[0]["sampled"][preset], gpu_cases()[0]["sampled"][preset]["preset"]
+        shares = [x for field in ("sampled_head", "sampled_group")
+                  for x in (f"{timed[field]:.1%}", sampled_by_mini(name, method, field))]  # fmt: skip
+        expected.append((f"{options['bits']}, {options['tables']}, {options['share']}", *shares))
+    assert rows == expected
+    shape = gpu_cases()[0]["shape"]
+    mini = json.loads((ROOT / "src/longreach/models/longreach-mini/config.json").read_text())
+    groups = mini["num_attention_heads"] // mini["num_key_value_heads"], shape["heads"] // shape["kv_heads"]
+    words = " ".join(section(PAGE, "On a GPU", "On a CPU").split())
+    assert "It has {} query heads for each KV head, and the timed shape has {}:".format(*groups) in words
+
+
 def test_steps_on_a_gpu() -> None:
     text = section(PAGE, "On a GPU", "On a CPU")
     (_, rows), (_, targets) = list(tables(text))[:2]
@@ -339,7 +414,7 @@ def test_steps_on_a_gpu() -> None:
          f"{target['bound']:g}", f"{target['got']:.2f}", "yes" if target["reached"] else "no")
         for case in gpu_cases() for target in case["targets"]
     ]  # fmt: skip
-    assert targets == expected
+    assert targets == expected + table_targets()
     assert all(case["device"]["name"] == "NVIDIA H200" and case["dirty"] is False for case in gpu_cases())
     alone = [thousands(case["shape"]["context"]) for case in gpu_cases() if case["shape"]["batch"] == 1]
     least = min((case["shape"] for case in gpu_cases()), key=lambda shape: shape["context"])

@@ -144,3 +144,25 @@ def test_what_cannot_be_placed_is_refused(longreach: Any, tiny: Path, document: 
     refused(longreach("demo", "--device-memory", "1GB"), "--device-memory limits", "give --host")
     monkeypatch.setattr("longreach.cache.host.available_bytes", lambda: 1000)
     refused(longreach(*run(tiny, document, "--host")), "of host memory, and 0.98 KiB are free", "Lower the batch")
+
+
+def test_every_command_that_answers_tells_of_compiling(
+    longreach: Any, tiny: Path, document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, bool, int]] = []
+
+    def tell(cache: Any, device: Any, new: int) -> None:
+        told.append((str(device), cache.host, new))
+
+    book = tmp_path / "book.txt"
+    book.write_text("The brown hen laid an egg. The fox slept all day long.\n" * 20)
+    for name in ("run", "compare", "generation"):
+        monkeypatch.setattr(f"longreach.cli.{name}.tell_compiled", tell)
+    asked = [
+        run(tiny, document, *QUEST, "--host"),
+        ["compare", "--model", tiny, "--document", document, "--steps", 3, "--methods", "quest", *QUESTION, "--host"],
+        ["generation", "--model", tiny, "--text", book, "--length", 60, "--steps", 5, "--limit", 1, "--host"],
+    ]
+    for command in asked:
+        assert longreach(*command).code == 0
+    assert [(device, host) for device, host, _ in told] == [("cpu", True)] * 3 and [n for *_, n in told[1:]] == [4, 5]

@@ -89,10 +89,33 @@ def test_a_forked_process_makes_threads_of_its_own(monkeypatch: pytest.MonkeyPat
 
 def test_an_error_that_is_noted_first_stays() -> None:
     def failing(address: int, phase: int) -> None:
-        fail(address, failed if phase == pieces else wrong)
+        if phase != prepare:
+            fail(address, wrong if phase == pieces else failed)
 
-    fail, failed, wrong, pieces = numba_host.fail, numba_host.FAILED, numba_host.WRONG_ENTRIES, numba_host.PIECES
-    job, status = np.zeros(1, numba_host.COMMON), np.zeros(1, np.int64)
-    job["program"], job["status"], job["workers"] = numba_host.program(failing), status.ctypes.data, 1
+    fail, failed, wrong = numba_host.fail, numba_host.FAILED, numba_host.WRONG_ENTRIES
+    prepare, pieces = numba_host.PREPARE, numba_host.PIECES
+    assert run(failing) == wrong, "of the phase before the last one"
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_nothing_follows_a_preparation_that_fails(workers: int) -> None:
+    """Of the job, or of one before it whose error was not read yet."""
+
+    def failing(address: int, phase: int) -> None:
+        if phase == prepare:
+            fail(address, failed)
+        else:
+            array_at(array_at(address, (1,), common)[0].status, (1,), np.int64)[0] = 99
+
+    fail, failed, prepare = numba_host.fail, numba_host.FAILED, numba_host.PREPARE
+    array_at, common = numba_host.array_at, numba_host.COMMON
+    assert run(failing, workers) == failed and run(failing, workers, status=numba_host.WRONG_ENTRIES) == 1
+
+
+def run(program: Any, workers: int = 1, status: int = 0) -> int:
+    """The status word after a job of this program."""
+    job, word = np.zeros(1, numba_host.COMMON), np.full(1, status, np.int64)
+    job["program"], job["status"], job["workers"] = numba_host.program(program), word.ctypes.data, workers
+    job["pool"] = numba_host.pool(workers)
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(numba_host.address())(job.ctypes.data)
-    assert status[0] == wrong, "of the phase before the pieces"
+    return int(word[0])

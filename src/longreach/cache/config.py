@@ -28,7 +28,8 @@ class CacheConfig:
         reads chosen keys over the link. "cpu": the CPU, within the step; it needs a CUDA device and Numba. "auto": the
         faster one, measured before an answer of at least 64 tokens; "link" for steps that are not captured.
     device_bytes: with host: the most GPU memory for keys, values and staging. As many layers as fit stay in GPU memory;
-        those that are read whole go first. None: only those that are read whole stay there.
+        those that are read whole go first. None: only those that are read whole stay there. A method's own data, such
+        as MagicPIG's tables or Quest's page bounds, lies in GPU memory and is not limited by it.
     """
 
     kind: Literal["contiguous", "paged"] = "contiguous"

@@ -154,7 +154,8 @@ class Registered:
             _forget_error(device)
             raise CapacityError(
                 f"{gib(nbytes)} of host memory for {purpose.name} could not be pinned (cudaHostRegister: "
-                f"{cudart.cudaGetErrorString(code)}); {_free()}. {purpose.remedy}"
+                f"{cudart.cudaGetErrorString(code)}); {_free()}, but a container or the driver may limit pinned "
+                f"memory. {purpose.remedy}, or keep keys and values in GPU memory (CacheConfig(host=False), no --host)"
             )
         # bytes, as the interface has no bfloat16
         self.__cuda_array_interface__: dict[str, Any] = {

@@ -93,7 +93,7 @@ def check_attend(config: CacheConfig, device: torch.device) -> None:
         )
 
 
-def _layers(layers: Sequence[int]) -> str:
+def _layers(layers: Collection[int]) -> str:
     return f"{len(layers)} layer{'' if len(layers) == 1 else 's'}"
 
 
@@ -139,12 +139,20 @@ class Tiers:
             raise CapacityError(
                 f"device_bytes={limit} ({gib(limit)}) does not hold the {STAGING} staging buffers of "
                 f"{gib(layer_bytes)} through which a prompt reads layers in host memory; nothing was written. Raise "
-                f"CacheConfig(device_bytes=...) (--device-memory) to at least {staging}, or lower the batch, "
-                f"CacheConfig(capacity=...), the prompt or max_new_tokens"
+                f"CacheConfig(device_bytes=...) (--device-memory) to at least {staging} ({gib(staging)})"
+                f"{self._with_resident(layer_bytes)}, or lower the batch, CacheConfig(capacity=...), the prompt or "
+                f"max_new_tokens"
             )
         else:
             room = (limit - staging) // layer_bytes
         return frozenset(order[room:])
+
+    def _with_resident(self, layer_bytes: int) -> str:
+        """The limit that also holds the layers that go to device memory first, in words; empty without such layers."""
+        if not self.resident:
+            return ""
+        limit, goes = (len(self.resident) + STAGING) * layer_bytes, "goes" if len(self.resident) == 1 else "go"
+        return f", or to {limit} ({gib(limit)}) to keep the {_layers(self.resident)} that {goes} there first"
 
     def empty(self, layer: int, shape: Sequence[int], like: Tensor) -> Tensor:
         """Memory [shape] for keys or values of a layer, of the dtype and on the device of `like`."""

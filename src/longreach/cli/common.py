@@ -157,7 +157,8 @@ def add_host(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", action="store_true", help="keep keys and values in host memory, but for layers that "
                         "the decode method reads whole; the GPU reads chosen keys over the link")  # fmt: skip
     parser.add_argument("--device-memory", type=byte_size, metavar="SIZE", help="with --host: the most GPU memory for "
-                        "keys and values, such as 4GB; as many layers as fit stay there")  # fmt: skip
+                        "keys, values and the staging of prompts, such as 4GB; as many layers as fit stay there. The "
+                        "tables and other data of a method are not limited by it")  # fmt: skip
     parser.add_argument("--host-attend", choices=("auto", "link", "cpu"), help="with --host: who computes attention to "
                         "them, the GPU over the link or the CPU (default auto: the faster one, measured)")  # fmt: skip
 
@@ -218,7 +219,7 @@ def tell_compiled(config: CacheConfig, device: torch.device, new: int) -> None:
     if config.host and used and device.type == "cuda" and has_numba():
         print(
             "longreach: the first answer on a machine compiles attention on the CPU, for up to a minute; --host-attend "
-            "link does without",
+            "link avoids this",
             file=sys.stderr,
         )
 

@@ -23,6 +23,7 @@ from longreach.cli.common import (
     positive,
     read_document,
     refuse_repeated,
+    tell_compiled,
     tell_left_out,
     warn_unapplied,
 )
@@ -131,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
         where = environment(model.device)
     warn_unapplied(task.not_applied)
     tell_left_out(task.left_out)
+    tell_compiled(cache, model.device, args.steps + 1)
     found = task.run(args.prefill_chunk_size, progress)
     if args.json:
         comparisons = list(found)

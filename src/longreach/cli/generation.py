@@ -6,7 +6,17 @@ import argparse
 from statistics import median
 from typing import Any
 
-from longreach.cli.common import add_host, add_model, add_texts, cache_config, host_config, load_model, positive, seed
+from longreach.cli.common import (
+    add_host,
+    add_model,
+    add_texts,
+    cache_config,
+    host_config,
+    load_model,
+    positive,
+    seed,
+    tell_compiled,
+)
 from longreach.cli.results import add_resumable, finish
 from longreach.cli.show import Column, Table, console, duration, percent, place, progress, waiting
 
@@ -62,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         **where, "files": [text.to_json() for text in texts],
         "methods": {spec.label: spec.to_json() for spec in specs},
     }  # fmt: skip
+    tell_compiled(cache, model.device, args.steps)
     with Journal(args.output, said) as journal:
         found = task.run(args.prefill_chunk_size, progress, done=journal.done, keep=journal.add)
     record = {"kind": "generation", "format": FORMAT, **said, "results": found}

@@ -124,6 +124,7 @@ class AttentionMethod(PromptObserver, ABC):
     capture: whether a decode step is captured in one CUDA graph, or attention runs on the host at each replay.
     needs_pre_rope: whether it uses `LayerCall.pre_rope` or `rotary`. needs_frequencies: `LayerCall.frequencies`.
     reads_follow_lengths: whether the bytes that it reads depend on lengths alone, so that a dry run can count them.
+    reads_whole_on_miss: whether a decode step reads all keys of a layer if it finds nothing there to reuse.
     """
 
     phases: ClassVar[tuple[Phase, ...]]
@@ -131,6 +132,7 @@ class AttentionMethod(PromptObserver, ABC):
     needs_pre_rope: ClassVar[bool] = False
     needs_frequencies: ClassVar[bool] = False
     reads_follow_lengths: ClassVar[bool] = True
+    reads_whole_on_miss: ClassVar[bool] = False
     chunked_prefill_exact: ClassVar[bool] = True
 
     @abstractmethod
@@ -150,7 +152,7 @@ class AttentionMethod(PromptObserver, ABC):
         return 0
 
     def whole_layers(self, model: ModelShape, dtype: torch.dtype) -> Collection[int]:
-        """Layers in which a decode step reads all keys: they stay in GPU memory first if others go to host memory.
+        """Layers in which every decode step reads all keys: they stay in GPU memory first if others go to host memory.
 
         dtype: of keys. Default: all layers. Raises InvalidInput where `check` does.
         """

@@ -3,7 +3,7 @@
 
 A job is a record. It begins with the fields HEAD; the rest belongs to its program. CUDA calls `run` with the
 address of a job. A program is a compiled function of (address of the job, phase): one thread prepares, several threads
-take pieces of work from the counter, one thread finishes.
+take pieces of work from the counter, one thread finishes. Nothing follows a preparation once an error is noted.
 """
 
 from __future__ import annotations
@@ -110,6 +110,8 @@ def _run(address):
     program, workers, pool = job.program, job.workers, job.pool
     counter_of(address)[0] = 0
     _call(program, address, PREPARE)
+    if array_at(job.status, (1,), np.int64)[0] != 0:
+        return  # pieces would read places that were not prepared
     if workers > 1:
         _until_posted(pool + 8 * BUSY)  # one job at a time
         fields = array_at(pool, (DONE + 1,), np.int64)

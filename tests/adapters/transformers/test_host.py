@@ -19,8 +19,10 @@ from longreach import CacheConfig, Kascade, Quest, attach, generate
 from longreach.adapters.transformers.loop.host_attend import LEAST
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
 from longreach.cache import HostAttend
+from longreach.cache.host import gib
 from longreach.errors import CapacityError, HostCallFailed, InvalidInput, Unsupported
 from longreach.methods.fusion import A3, PIE, CacheBlend
+from longreach.methods.mac import MAC
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.registry import names
 from longreach.methods.snapkv import SnapKV
@@ -191,6 +193,17 @@ def test_layers_read_whole_from_host_memory_are_warned_of_once() -> None:
             generate(session, prompt(), max_new_tokens=3)
 
 
+def test_mac_is_warned_of_as_it_reads_layers_whole_on_a_miss() -> None:
+    with attach(tiny(), decode=MAC(), cache=HOST) as session:
+        text = r"mac reads 3 layers whole at each step in which it finds nothing to reuse.*\(--device-memory\)"
+        with pytest.warns(UserWarning, match=text):
+            generate(session, prompt(), max_new_tokens=3)
+    resident = replace(HOST, device_bytes=1 << 40)
+    with attach(tiny(), decode=MAC(), cache=resident) as session, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(session, prompt(), max_new_tokens=3)
+
+
 def test_as_many_layers_as_fit_stay_in_gpu_memory() -> None:
     model = tiny_model("llama", num_hidden_layers=5)
     with attach(model, cache=HOST) as session:
@@ -205,9 +218,16 @@ def test_as_many_layers_as_fit_stay_in_gpu_memory() -> None:
         assert memory is not None and memory.device_layers == tuple(range(layers))
         assert memory.device_bytes + memory.staging_bytes <= limit
     with attach(model, cache=replace(HOST, device_bytes=2 * each - 1)) as session:
-        with pytest.raises(CapacityError, match="does not hold the 2 staging buffers"):
+        text = rf"does not hold the 2 staging buffers.*to at least {2 * each} \({gib(2 * each)}\), or lower the batch"
+        with pytest.raises(CapacityError, match=text):
             generate(session, prompt(), max_new_tokens=3)
         assert not session.ledger.tallies
+    with attach(model, decode=METHODS["quest"], cache=replace(HOST, device_bytes=each)) as session:
+        text = (
+            rf"to at least {2 * each} \(.*\), or to {3 * each} \({gib(3 * each)}\) to keep the 1 layer that goes there"
+        )
+        with pytest.raises(CapacityError, match=text):
+            generate(session, prompt(), max_new_tokens=3)
 
 
 def test_after_a_switch_layers_are_placed_for_the_new_method() -> None:
@@ -339,18 +359,35 @@ def test_the_cpu_asked_for_in_vain_is_warned_of_once(as_on_gpu: None) -> None:
     assert memory is not None and not memory.host_layers and "attends" not in str(memory)
 
 
-def test_a_program_that_fails_fails_the_answer(as_on_gpu: None) -> None:
-    with attach(tiny(), decode=METHODS["quest"], cache=CPU_ATTENDS) as session:
+FAILING = {"quest": METHODS["quest"], "magicpig group": SMALL, "magicpig own": replace(SMALL, share="own")}
+
+
+@pytest.mark.parametrize("name", FAILING)
+def test_a_program_that_fails_fails_the_answer(name: str, as_on_gpu: None) -> None:
+    """After 24 tokens, while MagicPIG's blocks enter its tables; the cache and the tables are as before the answer."""
+    with attach(tiny(), decode=FAILING[name], cache=CPU_ATTENDS) as session:
         cache = session.new_cache(1)
-        want = generate(session, prompt(), max_new_tokens=6, past_key_values=cache).sequences
+
+        def answer(ids: torch.Tensor, **given: Any) -> torch.Tensor:
+            made = generate(session, ids, max_new_tokens=30, past_key_values=cache, eos_token_id=(), **given)
+            return made.sequences
+
+        want = answer(prompt(150))
         columns, ids = cache.columns, torch.cat([want, prompt()], 1)
-        again = generate(session, ids, max_new_tokens=4, past_key_values=cache).sequences
+        again = answer(ids)
         cache.drop_columns(cache.columns - columns)
-        broken = SimpleNamespace(put=lambda tokens: cache.kv.calls._status.fill(1), end=lambda: None)
+        seen: list[torch.Tensor] = []
+
+        def put(tokens: torch.Tensor) -> None:
+            seen.append(tokens)
+            if len(seen) == 25:
+                cache.kv.calls._status.fill(1)
+
+        broken = SimpleNamespace(put=put, end=lambda: None)
         with pytest.raises(HostCallFailed, match="attention on the CPU failed: a list of keys names slots"):
-            generate(session, ids, max_new_tokens=4, past_key_values=cache, streamer=broken)
-        assert cache.columns == columns
-        assert torch.equal(generate(session, ids, max_new_tokens=4, past_key_values=cache).sequences, again)
+            answer(ids, streamer=broken)
+        assert cache.columns == columns and len(seen) == 25
+        assert torch.equal(answer(ids), again)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -434,9 +471,10 @@ def test_the_faster_way_is_measured_and_named(name: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_an_error_in_a_captured_step_is_raised() -> None:
+@pytest.mark.parametrize("name", FAILING)
+def test_an_error_in_a_captured_step_is_raised(name: str) -> None:
     """Of the last job that was captured: the answer fails by name, and the cache holds what it held."""
-    with attach(tiny().cuda(), decode=METHODS["quest"], cache=CPU_ATTENDS) as session:
+    with attach(tiny().cuda(), decode=FAILING[name], cache=CPU_ATTENDS) as session:
         cache = session.new_cache(1, replace(CPU_ATTENDS, capacity=512))
         first = generate(session, prompt(200).cuda(), max_new_tokens=8, past_key_values=cache, eos_token_id=())
         columns, ids = cache.columns, torch.cat([first.sequences, prompt(5).cuda()], 1)

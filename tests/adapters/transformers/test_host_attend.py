@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from numba.core.errors import TypingError
 
 from longreach import CacheConfig, attach, generate
 from longreach.adapters.transformers.attach import Session
@@ -165,6 +167,7 @@ def test_a_stored_choice_is_not_used_where_only_the_link_may_be() -> None:
     [
         HostCallFailed("a compiled kernel failed"), CapacityError("could not be pinned"), OSError("sem_init failed"),
         RuntimeError("can't start new thread"), OutOfMemory("no room for a graph"),
+        ImportError("Numba needs NumPy 2.2 or less"), TypingError("cannot determine the type"), ValueError("no cache"),
     ],
     ids=lambda error: type(error).__name__,
 )  # fmt: skip
@@ -175,12 +178,56 @@ def test_if_the_cpu_fails_the_link_serves_with_a_warning(
     session.static_caches.clear()
     session.reset_report()
     measured({"link": 2.0, "cpu": error})
-    with pytest.warns(UserWarning, match=f"read over the link; the CPU cannot: {type(error).__name__}: {error}"):
+    why = f"{type(error).__name__}: {error}"
+    with pytest.warns(UserWarning, match=re.escape(f"read over the link; the CPU cannot: {why}")):
         got = generate(session, prompt(), max_new_tokens=LEAST)
     memory = session.report().memory
     assert torch.equal(got.sequences, plain) and not by_cpu(session)
-    assert memory is not None and memory.attend.why == f"the CPU cannot: {type(error).__name__}: {error}"
+    assert memory is not None and memory.attend.why == f"the CPU cannot: {why}"
     assert session.static_caches[1].kv.calls._status[0] == 0
+
+
+@pytest.mark.parametrize(("way", "error"), [("cpu", KeyboardInterrupt()), ("link", ImportError("no Triton"))])
+def test_ctrl_c_and_errors_of_the_link_are_raised(
+    way: str, error: BaseException, session: Session, measured: Callable[[Times], list[str]]
+) -> None:
+    measured({"link": 2.0, "cpu": 1.0, way: error})
+    cache = session.new_cache(1)
+    with pytest.raises(type(error)):
+        generate(session, prompt(), max_new_tokens=LEAST, past_key_values=cache)
+    assert cache.kv.attend == HostAttend() and not cache.attends and not cache.columns
+
+
+def test_after_a_failure_in_an_answer_the_next_one_measures_again(
+    session: Session, measured: Callable[[Times], list[str]]
+) -> None:
+    ways = measured({"link": 2.0, "cpu": 1.0})
+    cache = session.new_cache(1)
+
+    def answer(new: int, **given: Any) -> torch.Tensor:
+        cache.empty()
+        return generate(session, prompt(), max_new_tokens=new, past_key_values=cache, **given).sequences
+
+    want = answer(LEAST)
+    broken = SimpleNamespace(put=lambda tokens: cache.kv.calls._status.fill(2), end=lambda: None)
+    with pytest.raises(HostCallFailed):
+        answer(LEAST, streamer=broken)
+    assert not cache.attends and not cache.columns and ways == ["link", "cpu"]
+    session.reset_report()
+    answer(12)
+    assert not by_cpu(session), "a short answer is not measured"
+    assert torch.equal(answer(LEAST), want) and by_cpu(session) and ways == ["link", "cpu"] * 2
+
+
+def test_the_first_token_comes_before_the_measurement(session: Session, measured: Callable[[Times], list[str]]) -> None:
+    ways = measured({"link": 2.0, "cpu": 1.0})
+    cache, logits = read(session)
+    run = DecodeRun(session, LEAST, Ends((), 0))
+    with closing(run.tokens(cache, logits)) as tokens:
+        next(tokens)
+        assert not ways and run.setup_seconds == 0
+        next(tokens)
+        assert ways == ["link", "cpu"] and run.setup_seconds > 0
 
 
 def test_what_the_cpu_does_not_take_needs_no_warning_and_the_links_errors_are_raised(

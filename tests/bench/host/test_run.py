@@ -52,7 +52,7 @@ def test_what_is_measured_and_must_be_reached() -> None:
     group_preset, own = "magicpig (10,75) group", "magicpig (10,150) own"
     assert names[0] == ["dense", *both_ways(group_preset, own, "kascade", "quest")]
     assert names[3] == both_ways(group_preset) and len(names[2]) == 12
-    curve = [f"{way}, batch {n}" for n in (1, 2, 4, 8) for way in both_ways(group_preset, own)]
+    curve = [f"{way}, batch {n}" for n in (1, 2, 4, 8, 10) for way in both_ways(group_preset, own)]
     assert names[1] == ["dense", *curve]
     assert [[(t.quantity, t.of, t.over, t.bound) for t in case.targets] for case in group] == [
         [("microseconds", group_preset, None, 16e3), ("microseconds", own, None, 16e3),
@@ -285,6 +285,17 @@ def test_the_limit_grows_with_the_batch() -> None:
     for batch, limit in ((2, 4 << 30), (4, 4 * 4 * layer), (8, 8 * 4 * layer)):
         assert device_limit(replace(BATCHES, shape=replace(BATCHES.shape, batch=batch)), 98_400, 2) == limit
     assert device_limit(LONG, (1 << 20) + 100, 2) == 48 << 30
+
+
+def test_the_largest_batch_fits_into_128_gib_of_host_memory() -> None:
+    """All layers but two, which stay in GPU memory with the two staging buffers; one sequence more leaves 4 GiB."""
+    assert BATCHES.host is not None
+    sizes = []
+    for batch in (max(BATCHES.host.batches), max(BATCHES.host.batches) + 1):
+        case = replace(BATCHES, shape=replace(BATCHES.shape, batch=batch))
+        layer = device_limit(case, 98_400, 2) // 4
+        sizes.append(30 * layer / 2**30)
+    assert [round(size, 1) for size in sizes] == [112.6, 123.9]
 
 
 def test_another_batch_or_context_can_be_given() -> None:

@@ -344,7 +344,7 @@ class Session:
         return frozenset(self.facts.cache_windows).union(*(some for some in whole if len(some) < self._layers))
 
     def note_memory(self, cache: PassCache, *, decoding: bool) -> None:
-        """Note where keys and values lie, for the report. Warns once if the decode method reads host memory whole."""
+        """Note where keys and values lie, for the report. Warns once if the decode method reads host layers whole."""
         if not cache.kv.config.host:
             return
         use, before = cache.kv.memory_use, self._memory
@@ -353,14 +353,17 @@ class Session:
         self._memory = use
         if not decoding:
             return
-        slow = set(self.decode.whole_layers(self._shape, self.model.dtype)).intersection(use.host_layers)
-        slow.difference_update(self.facts.cache_windows)
+        missing = self.decode.reads_whole_on_miss
+        whole = range(self._layers) if missing else self.decode.whole_layers(self._shape, self.model.dtype)
+        slow = set(whole).intersection(use.host_layers).difference(self.facts.cache_windows)
         if slow and self.decode not in self._warned:
             self._warned.add(self.decode)
             warnings.warn(
-                f"{self.decode.name} reads {len(slow)} layers whole at each step, and their keys and values lie in "
-                f"host memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each "
-                f"new token. Raise CacheConfig(device_bytes=...), or decode with a method that reads fewer keys",
+                f"{self.decode.name} reads {len(slow)} layers whole at each step"
+                f"{' in which it finds nothing to reuse' if missing else ''}, and their keys and values lie in host "
+                f"memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each new "
+                f"token. Raise CacheConfig(device_bytes=...) (--device-memory), or decode with a method that reads "
+                f"fewer keys",
                 stacklevel=2,
             )
 

@@ -10,10 +10,13 @@ RIVALS = ("flashinfer", "flash_attention_3", "torch_sdpa")
 PRESETS = (Preset(10, 75, "group"), Preset(10, 150, "own"))
 AT_128K = {1: (4.0, 3.0), 32: (12.0, 6.0)}  # batch -> speed over the fastest kernel that each of PRESETS must reach
 READ = 4.0  # % of dense attention's bytes that the first of PRESETS may read at 128K
+SIZES = ((1, 128), (32, 128), (8, 32), (64, 8), (1, 256))  # batch, and thousands of keys
+# alone, to find the length from which a step is faster than dense attention
+ALONE = tuple((1, context) for context in (8, 16, 32, 64))
 
 
 def cases() -> tuple[Case, ...]:
-    return tuple(_case(batch, context) for batch, context in ((1, 128), (32, 128), (8, 32), (64, 8), (1, 256)))
+    return tuple(_case(batch, context) for batch, context in (*SIZES, *ALONE))
 
 
 def _case(batch: int, context: int) -> Case:

@@ -76,6 +76,7 @@ class MAC(AttentionMethod):
     needs_pre_rope = True
     observes_prompt = True
     reads_follow_lengths = False
+    reads_whole_on_miss = True
 
     def __post_init__(self) -> None:
         for name, least in (

@@ -16,7 +16,7 @@ from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import WARM, Capture, Decoder
 from longreach.adapters.transformers.loop.sampling import Ends
 from longreach.cache import HostAttend, KVCache
-from longreach.errors import CapacityError, HostCallFailed, OutOfMemory, Unsupported
+from longreach.errors import HostCallFailed, Unsupported
 from longreach.ops.impl import has_numba
 from longreach.runtime import Ledger
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 STEPS = 5  # captured steps that are timed each way
 NEEDED = WARM + 1 + STEPS
 LEAST = 64  # tokens of an answer for which a measurement pays: it takes 2 x NEEDED steps and two captures
-# of the CPU's way: no pinned memory, semaphores or threads, a graph without room, a kernel that failed
-FAILURES = (Unsupported, HostCallFailed, CapacityError, OutOfMemory, OSError, RuntimeError)
 
 
 @contextmanager
@@ -40,7 +38,8 @@ def host_attend(
     new: tokens of the answer. tokens: int64 [B] on the device, the next ones. make: the step for the cache as it is.
     capture: how it is captured. With `CacheConfig(host_attend="auto")` both ways are captured, run a few times, rolled
     back and not counted. The choice is kept for the cache, the method, the kind of capture, and sequences of similar
-    length.
+    length. If the block raises HostCallFailed, the cache's choices of the CPU are dropped: the next answer measures
+    again.
     """
     kv = cache.kv
     if not _to_be_chosen(kv):
@@ -50,6 +49,9 @@ def host_attend(
     kv.attend = _chosen(session, cache, new, tokens, make, capture)
     try:
         yield
+    except HostCallFailed:
+        cache.attends = {key: way for key, way in cache.attends.items() if way.by != "cpu"}
+        raise
     finally:
         kv.attend = before
 
@@ -86,7 +88,10 @@ def _link_only(session: Session, capture: Capture | None) -> str | None:
 
 
 def _measured(session: Session, cache: LongreachCache, tokens: Tensor, make: Callable[[], Decoder]) -> HostAttend:
-    """Each step is dropped before the next is made. They count into ledgers of their own, and call no hook."""
+    """The faster way, or the link if the CPU raises an error, which a warning names. Errors of the link are raised.
+
+    Each step is dropped before the next is made. They count into ledgers of their own, and call no hook.
+    """
     milliseconds = dict[str, float]()
     kept, ledger, hook = cache.decoders, session.ledger, session.on_layer
     session.on_layer = None
@@ -97,7 +102,7 @@ def _measured(session: Session, cache: LongreachCache, tokens: Tensor, make: Cal
             with cache.rollback():  # whose own errors end the answer
                 try:
                     milliseconds[way.by] = _milliseconds(make(), tokens)
-                except FAILURES as error:
+                except Exception as error:  # a broken Numba raises errors of many types, and the link serves without it
                     if way.by == "link":
                         raise
                     why = f"the CPU cannot: {type(error).__name__}: {error}"

@@ -92,8 +92,9 @@ class DecodeRun:
         """int64 [B] on the host, again and again: first chosen from the prompt's logits [B, V], until all have ended.
 
         cache holds the prompt. To be closed where it is not read to its end (contextlib.closing).
-        If keys of the prompt are to be evicted, the first token comes before that, and an answer of one token evicts
-        nothing: the next step over the cache does.
+        The first token is known from the prompt. It comes before keys of the prompt are evicted, before the CPU's and
+        the link's times are measured, and before the step is made. An answer of one token evicts nothing: the next step
+        over the cache does.
         Raises CapacityError, OutOfMemory, Unsupported (a step that cannot be captured); before the first token, as
         `LongreachCache.check_eviction`.
         """
@@ -102,14 +103,13 @@ class DecodeRun:
         try:
             if early:
                 cache.check_eviction()
-            chosen, count, done = self.choose(logits), 0, torch.zeros(cache.batch, dtype=torch.bool)
+            chosen, count = self.choose(logits), 1
             ends = torch.tensor(self.ends.eos, dtype=torch.int64)
-            if early:
-                token = chosen.to("cpu", copy=True)
-                count, done = 1, torch.isin(token, ends)
-                yield token
-                if count == self.new or bool(done.all()):
-                    return
+            first = chosen.to("cpu", copy=True)
+            done = torch.isin(first, ends)
+            yield first
+            if count == self.new or bool(done.all()):
+                return
             paused = now(self.session.model)
             if early:
                 cache.evict_prompt(room=self.new - 1)
@@ -127,8 +127,6 @@ class DecodeRun:
                 decoder.take(chosen)
                 wait = self._exactly and self.ends.eos and cache.states.states()
                 back = read_back(decoder.token, ahead=0 if wait else None)
-                if not early:
-                    back.note(decoder.token)
                 while True:
                     last = self._setting_up or count + back.pending >= self.new
                     for token in back.ready(last=last):
