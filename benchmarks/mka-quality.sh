@@ -32,9 +32,10 @@ ORDER=(mha gqa-2 mqa mla fastmka fastmka-3 mka mka-gated block block-bounds bloc
 
 mkdir -p "$OUT" "$MODELS"
 measure() { # model folder, name of the records
-  [ -s "$OUT/mini-mka-$2.json.gz" ] || longreach eval --model "$1" --tasks ruler --length "$EVALUATE" \
+  local part="$OUT/part-$2.json.gz" # a record with answers that failed does not count as there
+  [ -s "$OUT/mini-mka-$2.json.gz" ] || { longreach eval --model "$1" --tasks ruler --length "$EVALUATE" \
     --samples "$SAMPLES" --workers "$WORKERS" ${EVAL_BATCH:+--batch "$EVAL_BATCH"} --prefill-chunk-size "$PREFILL" \
-    --method dense --output "$OUT/mini-mka-$2.json.gz"
+    --method dense --output "$part" && mv "$part" "$OUT/mini-mka-$2.json.gz"; }
   [ -s "$OUT/mini-mka-$2-perplexity.json" ] || longreach perplexity --model "$1" --text "$TEXT" \
     --length "$TEXT_LENGTH" --decode-tokens 0 --prefill-chunk-size "$PREFILL" --output "$OUT/mini-mka-$2-perplexity.json"
 }
@@ -60,7 +61,11 @@ for name in "${@:-${ORDER[@]}}"; do
     longreach mka index "$folder" --out "$folder-trained" --length 4096
   fi
   [ ! -d "$folder-trained" ] || folder=$folder-trained
-  case $name in block-drawn | *-long) ;; *) measure "$folder" "$name" ;; esac  # before healing they are block-bounds
+  case $name in
+    block-drawn | *-long) ;; # before healing they are block-bounds
+    gqa* | mqa | mla | block*) measure "$folder" "$name" ;;
+    *) ;; # before healing they are the original, bit for bit
+  esac
   if [ ! -s "$folder-healed/config.json" ]; then
     resume=() draw=()
     [ "$name" != block-drawn ] || draw=(--draw-budget "$DRAWN")
