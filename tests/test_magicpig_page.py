@@ -369,6 +369,11 @@ def test_tables_over_attention_alone() -> None:
     assert f"{first:.2f} s to the first token at 128K (record `user`, case `user-128k-b1`" in words
     assert f"attention takes {1e3 * attention:.1f} ms (record `prefill`, case `prefill-128k`, `sdpa_cudnn`)." in words
     assert f"Its tables take {group:.1%} of that with (10, 75) and `group`, and {own:.1%} with (10, 150)" in words
+    entries = {x["name"]: x["microseconds"]["median"] for x in record("prefill")["cases"]["prefill-128k"]["entries"]}
+    name, fastest = min(entries.items(), key=lambda item: item[1])
+    shares = (attention * 1e6 / fastest * x for x in (group, own))
+    assert name.startswith("FlashAttention-3")
+    assert "with {:.1f} ms: {:.1%} and {:.1%} of it.".format(fastest / 1e3, *shares) in words
     for x in gpu_cases()[0]["sampled"].values():  # metadata is all that is not keys or values
         read = x["search_bytes"] + x["attention_bytes"]
         assert x["metadata_bytes"] == pytest.approx(read - x["key_bytes"] - x["value_bytes"])
