@@ -194,8 +194,9 @@ def test_entries_read_the_same_keys_and_their_own_tables(monkeypatch: pytest.Mon
     alone = measured(methods=("magicpig",), sampling=replace(SMALL.sampling, presets=presets[1:]))  # type: ignore[type-var]
     for entry in alone["entries"]:
         (other,) = (e for e in shared["entries"] if e["name"] == entry["name"])
-        for name in ("error", "sampled", "link_bytes"):
-            assert other[name] == entry[name], name
+        assert other["error"] == entry["error"]
+        assert other["sampled"] == pytest.approx(entry["sampled"], rel=0.02)  # means over the steps that were timed
+        assert other["link_bytes"] == pytest.approx(entry["link_bytes"], rel=0.02)
     took = shared["setup_seconds"][f"{OWN} on the CPU"]
     assert took["allocate"] == took["fill"] == took["state"] == 0 < shared["setup_seconds"][GROUP]["fill"]
 

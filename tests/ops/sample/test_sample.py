@@ -136,6 +136,9 @@ GIVEN: dict[str, Any] = {
         ({"capacity": 0}, "capacity: expected an int >= 1, got 0"),
         ({"first": -1}, "first: expected an int >= 0, got -1"),
         ({"uniform": 0}, r"uniform: expected a number in \(0, 1\], got 0"),
+        ({"uniform": "a"}, r"uniform: expected a number in \(0, 1\], got 'a'"),
+        ({"power": 4.5}, r"power: expected a number in \(0, 4\], got 4.5"),
+        ({"first": True}, "first: expected an int >= 0, got True"),
         ({"power": 0}, "power: expected a number above 0, got 0"),
     ],
 )

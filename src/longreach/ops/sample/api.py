@@ -17,6 +17,7 @@ def _named(op: str, *names: str) -> Implementations:
 
 IMPLEMENTATIONS = _named("sample", "reference", "triton", "numba")
 DRAWING = _named("draw", "reference", "numba")
+HIGHEST = 4  # power of a score
 
 
 class Sampled(NamedTuple):
@@ -51,7 +52,8 @@ def sample(
     first.
     capacity: entries of a list; a count above it is the overflow of `Lists`: the row then reads everything.
     uniform: in (0, 1], the share of the count that is spread evenly, so that no weight exceeds n / (uniform count).
-    power: > 0; below 1 for scores that are less sure, such as those of another layer.
+    power: in (0, 4], so that no fp32 score overflows fp64; below 1 for scores that are less sure, such as those of
+        another layer.
 
     Entries past a list's end may be anything. Nothing waits for the device; in a CUDA graph counts, lengths and offsets
     may change between replays. Implementations round differently: where a sum is next to a whole number, they may draw
@@ -61,11 +63,11 @@ def sample(
     _check_scores(x, count, length)
     _check_numbers("offset", offset, x, ())
     for name, number, least in (("first", first, 0), ("last", last, 0), ("capacity", capacity, 1)):
-        require(
-            isinstance(number, int) and number >= least, lambda: f"{name}: expected an int >= {least}, got {number!r}"
-        )
-    require(0 < uniform <= 1, lambda: f"uniform: expected a number in (0, 1], got {uniform!r}")
-    require(0 < power < float("inf"), lambda: f"power: expected a number above 0, got {power!r}")
+        ok = isinstance(number, int) and not isinstance(number, bool) and number >= least
+        require(ok, lambda: f"{name}: expected an int >= {least}, got {number!r}")
+    for name, value, most in (("uniform", uniform, 1), ("power", power, HIGHEST)):
+        ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= most
+        require(ok, lambda: f"{name}: expected a number in (0, {most}], got {value!r}")
     compute = IMPLEMENTATIONS.get(impl, x.device, x)
     return compute(x, count, length, offset, capacity=capacity, uniform=uniform, power=power, first=first, last=last)
 
