@@ -139,7 +139,7 @@ GIVEN: dict[str, Any] = {
         ({"uniform": "a"}, r"uniform: expected a number in \(0, 1\], got 'a'"),
         ({"power": 4.5}, r"power: expected a number in \(0, 4\], got 4.5"),
         ({"first": True}, "first: expected an int >= 0, got True"),
-        ({"power": 0}, "power: expected a number above 0, got 0"),
+        ({"power": 0}, r"power: expected a number in \(0, 4\], got 0"),
     ],
 )
 def test_what_does_not_fit_is_refused(wrong: dict[str, Any], message: str) -> None:
