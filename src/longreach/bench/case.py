@@ -203,12 +203,14 @@ class HostMemory:
 
     The limit is raised for a batch whose staging, and the layers that the method reads whole, take more. batches:
     further numbers of sequences, with which dense attention is not measured. ways: who attends, "link" (the GPU reads
-    over the link) or "cpu", each an entry; dense attention is measured over the link alone.
+    over the link) or "cpu", each an entry; dense attention is measured over the link alone. prompt: not a step is
+    measured but the first token of a prompt of `context` tokens, read through staging, and beside it in GPU memory.
     """
 
     device_bytes: int
     batches: tuple[int, ...] = ()
     ways: tuple[Literal["link", "cpu"], ...] = ("link", "cpu")
+    prompt: bool = False
 
 
 @dataclass(frozen=True)

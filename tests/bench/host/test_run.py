@@ -30,8 +30,10 @@ from longreach.methods.quest import Quest
 from longreach.ops.simhash.api import Weights
 from longreach.runtime import LayerReport, Report
 
-CASE_NAMES = ("host-96k-b1", "host-96k-batches", "host-96k-table-6", "host-1m-b1", "tokens-4k-at-128k")
-ALL, BATCHES, TABLE_6, LONG, ANSWER = (CASES[name] for name in CASE_NAMES)
+CASE_NAMES = (
+    "host-96k-b1", "host-96k-batches", "host-96k-table-6", "host-prompt-96k", "host-1m-b1", "tokens-4k-at-128k",
+)  # fmt: skip
+ALL, BATCHES, TABLE_6, PROMPT, LONG, ANSWER = (CASES[name] for name in CASE_NAMES)
 SMALL = tiny(ALL)
 GROUP, OWN = "magicpig (5,5) group", "magicpig (5,10) own"
 
@@ -44,20 +46,20 @@ def measured(case: Any = SMALL, saved: list[dict[str, Any]] | None = None, **cha
 
 def test_what_is_measured_and_must_be_reached() -> None:
     group = [case for case in CASES.values() if case.group == "host"]
-    assert group == [ALL, BATCHES, TABLE_6, LONG, ANSWER]
+    assert group == [ALL, BATCHES, TABLE_6, PROMPT, LONG, ANSWER]
     assert [(c.shape.context, c.shape.heads, c.shape.kv_heads, c.shape.dim, c.shape.dtype) for c in group] == [
-        (n << 10, 32, 8, 128, "bfloat16") for n in (96, 96, 96, 1024, 128)
+        (n << 10, 32, 8, 128, "bfloat16") for n in (96, 96, 96, 96, 1024, 128)
     ]
     names = [[name for one in wanted(case) for name in one.names.values()] for case in group[:-1]]
     group_preset, own = "magicpig (10,75) group", "magicpig (10,150) own"
     assert names[0] == ["dense", *both_ways(group_preset, own, "kascade", "quest")]
-    assert names[3] == both_ways(group_preset) and len(names[2]) == 12
+    assert names[4] == both_ways(group_preset) and len(names[2]) == 12
     curve = [f"{way}, batch {n}" for n in (1, 2, 4, 8, 10) for way in both_ways(group_preset, own)]
     assert names[1] == ["dense", *curve]
     assert [[(t.quantity, t.of, t.over, t.bound) for t in case.targets] for case in group] == [
         [("microseconds", group_preset, None, 16e3), ("microseconds", own, None, 16e3),
          ("speed over", group_preset, "dense", 12.0), ("speed over", own, "dense", 12.0)],
-        [("best tokens/s", group_preset, None, 120.0), ("best tokens/s", own, None, 120.0)], [], [],
+        [("best tokens/s", group_preset, None, 120.0), ("best tokens/s", own, None, 120.0)], [], [], [],
         [("slowest step over median", group_preset, None, 1.3)],
     ]  # fmt: skip
 
@@ -199,6 +201,16 @@ def test_entries_read_the_same_keys_and_their_own_tables(monkeypatch: pytest.Mon
         assert other["link_bytes"] == pytest.approx(entry["link_bytes"], rel=0.02)
     took = shared["setup_seconds"][f"{OWN} on the CPU"]
     assert took["allocate"] == took["fill"] == took["state"] == 0 < shared["setup_seconds"][GROUP]["fill"]
+
+
+def test_the_first_token_of_a_prompt_in_host_memory_and_beside_it_in_the_gpus() -> None:
+    result = measured(replace(tiny(PROMPT), targets=()))
+    staged, plain = result["entries"]
+    assert [e["name"] for e in result["entries"]] == [f"{GROUP}, host memory", f"{GROUP}, GPU memory"]
+    assert staged["memory"]["host_layers"] > 0 and staged["memory"]["staging"] > 0
+    assert plain["memory"]["host_layers"] == plain["memory"]["host_kv"] == 0 == plain["memory"]["staging"]
+    for entry in result["entries"]:
+        assert entry["microseconds"]["median"] > 0 and entry["memory"]["state"] > 0 and entry["unchecked"]
 
 
 def test_cases_of_one_run_share_host_memory(capsys: pytest.CaptureFixture[str]) -> None:

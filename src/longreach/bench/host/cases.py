@@ -28,6 +28,7 @@ def cases() -> tuple[Case, ...]:
         _case("host-96k-batches", 96 * K, replace(small, batches=BATCHES), (DENSE, MAGICPIG), PRESETS,
               tuple(Target("best tokens/s", 120.0, name) for name in (group, own))),
         _case("host-96k-table-6", 96 * K, small, (MAGICPIG,), TABLE_6, ()),
+        _case("host-prompt-96k", 96 * K, replace(small, prompt=True), (MAGICPIG,), PRESETS[:1], ()),
         _case("host-1m-b1", K * K, large, (MAGICPIG,), PRESETS[:1], ()),
         replace(answer, generated=4096),
     )  # fmt: skip

@@ -29,6 +29,7 @@ from longreach.bench.format import host_line, show_seconds
 from longreach.bench.host import check, reads
 from longreach.bench.host.cases import DENSE, MAGICPIG, entry_name
 from longreach.bench.host.fill import fill_host
+from longreach.bench.host.prompts import run_prompts
 from longreach.bench.host.tokens import run_tokens
 from longreach.bench.inputs import WIDTHS
 from longreach.bench.memory import release
@@ -84,6 +85,8 @@ def run_host(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
     if case.generated is not None:
         return run_tokens(bench, case)
     assert case.host is not None
+    if case.host.prompt:
+        return run_prompts(bench, case, device_limit(case, case.shape.context + bench.rows, 0))
     model, seconds = bench.model(case)
     weights, kv = bench.bytes(case, model)
     bench.say(f"{case.name}: {case.shape.context} keys a sequence, {case.host.device_bytes / 2**30:.3g} GiB on the GPU")
