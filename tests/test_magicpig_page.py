@@ -17,6 +17,7 @@ from longreach.records.labels import short_label
 from tests.doc_tables import ROOT, Row, record, section, tables
 
 PAGE = (ROOT / "docs" / "magicpig" / "README.md").read_text()
+FIGURES = (ROOT / "docs" / "magicpig" / "figures.md").read_text()
 LENGTHS = (4096, 16384)  # of RULER's prompts
 BUDGETS = {"5%": "magicpig budget=0.05", "10%": "magicpig budget=0.1", "20%": "magicpig", "40%": "magicpig budget=0.4"}
 BARS = tuple(f"mini-error-bars-{name}" for name in ("1024", "4096", "8192", "16384-fwe", "16384-niah"))
@@ -80,6 +81,22 @@ def test_budgets_by_text_and_length() -> None:
     assert f"On {tokens} tokens of other prose, in fp32, it reads {measured(own)[0]} for its own 20%." in plans
     assert f"it reads {ruler[0]} on RULER's prompts, and {ruler[1]} for `budget=0.1` and {ruler[2]} for" in plans
     assert f"it reads {prose[0]}, and {prose[1]} for `budget=0.1`" in plans
+
+
+def test_exact_top_k_with_as_many_keys_and_at_equal_bytes() -> None:
+    """The row of figures.md has the numbers of (10, 75) in the page's own tables at 16,384 tokens."""
+    found = dict[str, str]()
+    for head, rows in tables(FIGURES):
+        for row in rows:
+            if row[0] == "10, 75" and row[1] == "4.6%":
+                found |= dict(zip(head, row, strict=True))
+    group, many, same = (found[name] for name in ("group", "top-k, as many keys", "oracle_top_k"))
+    assert found["magicpig share=group"] == group and float(same) < float(group) < float(many)
+    assert f"group, with as many keys: yes, {group} to {many}, at 4.6% of the bytes" in FIGURES
+    assert f"group, at equal bytes: no, {group} against {same} of oracle_top_k." in FIGURES
+    mine = record("mini-sampling-16384")
+    count, rows_each = len(mine["samples"]), mine["config"]["rows"]
+    assert f"All of this is of {count} prompts and {rows_each} rows of each" in FIGURES
 
 
 def test_sentences_about_redo() -> None:
