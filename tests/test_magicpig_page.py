@@ -461,7 +461,8 @@ def test_tokens_on_a_cpu() -> None:
     assert rows == [token_row(found) for found in decoding().values()]
     newer = "block_mka"
     assert [*decoding()] == [name for name in names("decode") if name != newer]
-    assert f"The table has all decode methods but `{newer}`, which is newer than the record." in " ".join(on_a_cpu().split())
+    words = " ".join(on_a_cpu().split())
+    assert f"The table has all decode methods but `{newer}`, which is newer than the record." in words
 
 
 def test_shapes_of_dense_attention_on_a_cpu() -> None:
