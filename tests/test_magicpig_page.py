@@ -12,11 +12,13 @@ import pytest
 from longreach.methods.magicpig import PRESETS, MagicPIG
 from longreach.methods.magicpig.method import HASHED
 from longreach.methods.magicpig.plan import KIND, MagicPIGPlan, chosen_for
+from longreach.methods.registry import names
 from longreach.plans import load, shipped
 from longreach.records.labels import short_label
 from tests.doc_tables import ROOT, Row, record, section, tables
 
 PAGE = (ROOT / "docs" / "magicpig" / "README.md").read_text()
+FIGURES = (ROOT / "docs" / "magicpig" / "figures.md").read_text()
 LENGTHS = (4096, 16384)  # of RULER's prompts
 BUDGETS = {"5%": "magicpig budget=0.05", "10%": "magicpig budget=0.1", "20%": "magicpig", "40%": "magicpig budget=0.4"}
 BARS = tuple(f"mini-error-bars-{name}" for name in ("1024", "4096", "8192", "16384-fwe", "16384-niah"))
@@ -80,6 +82,22 @@ def test_budgets_by_text_and_length() -> None:
     assert f"On {tokens} tokens of other prose, in fp32, it reads {measured(own)[0]} for its own 20%." in plans
     assert f"it reads {ruler[0]} on RULER's prompts, and {ruler[1]} for `budget=0.1` and {ruler[2]} for" in plans
     assert f"it reads {prose[0]}, and {prose[1]} for `budget=0.1`" in plans
+
+
+def test_exact_top_k_with_as_many_keys_and_at_equal_bytes() -> None:
+    """The row of figures.md has the numbers of (10, 75) in the page's own tables at 16,384 tokens."""
+    found = dict[str, str]()
+    for head, rows in tables(FIGURES):
+        for row in rows:
+            if row[0] == "10, 75" and row[1] == "4.6%":
+                found |= dict(zip(head, row, strict=True))
+    group, many, same = (found[name] for name in ("group", "top-k, as many keys", "oracle_top_k"))
+    assert found["magicpig share=group"] == group and float(same) < float(group) < float(many)
+    assert f"group, with as many keys: yes, {group} to {many}, at 4.6% of the bytes" in FIGURES
+    assert f"group, at equal bytes: no, {group} against {same} of oracle_top_k." in FIGURES
+    mine = record("mini-sampling-16384")
+    count, rows_each = len(mine["samples"]), mine["config"]["rows"]
+    assert f"All of this is of {count} prompts and {rows_each} rows of each" in FIGURES
 
 
 def test_sentences_about_redo() -> None:
@@ -441,6 +459,28 @@ def test_steps_on_a_gpu() -> None:
 def test_tokens_on_a_cpu() -> None:
     rows = table_of("method", "bytes read", "Numba", "PyTorch", "speed")
     assert rows == [token_row(found) for found in decoding().values()]
+    newer = "block_mka"
+    assert [*decoding()] == [name for name in names("decode") if name != newer]
+    words = " ".join(on_a_cpu().split())
+    assert f"The table has all decode methods but `{newer}`, which is newer than the record." in words
+
+
+def test_shapes_of_dense_attention_on_a_cpu() -> None:
+    """Of the steps of one layer, in which Numba is faster, and of longreach-mini, in which it is slower."""
+    shapes = [case["shape"] for case in steps()]
+    ((heads, kv_heads, dim, dtype),) = {(x["heads"], x["kv_heads"], x["dim"], x["dtype"]) for x in shapes}
+    mini = json.loads((ROOT / "src/longreach/models/longreach-mini/config.json").read_text())
+    words, found = " ".join(on_a_cpu().split()), record("cpu-sampling")
+    assert (dtype, found["model"]["dtype"]) == ("bfloat16", "float32")
+    assert (
+        f"in bf16, with {dim} channels, {heads // kv_heads} query heads for each KV head, and "
+        f"{thousands(min(x['context'] for x in shapes))} keys or more." in words
+    )
+    groups = mini["num_attention_heads"] // mini["num_key_value_heads"]
+    assert (
+        f"in fp32, with {mini['head_dim']} channels, {groups} query heads for each KV head, and "
+        f"{thousands(found['decode']['context'])} keys. Their times are of {mini['num_hidden_layers']} layers" in words
+    )
 
 
 def judged() -> dict[str, list[tuple[dict[str, Any], float]]]:
@@ -522,9 +562,13 @@ def sentences_of_steps() -> Iterator[str]:
     missed = [case for case in cases if not case["targets"]["dense"]["met"]]
     (case,) = missed
     assert case_of(case) == (first, str(more), "10, 75, group")
-    fixed = case["parts"]["codes"] + case["parts"]["merge"]
-    share = fixed / sum(case["parts"].values())
-    yield f"at {first} with {more} threads `codes` and `merge` take {share:.0%} of the parts"
+    (before,) = (x for x in single if case_of(x) == (first, "1", "10, 75, group"))
+    slow, fast = (1e3 * medians(x)["ours"] for x in (before, case))
+    assert more == 2  # of a time a + b, b halves: a is twice the second time less the first
+    yield (
+        f"at {first} with {more} threads instead of 1 the step falls from {slow:.2f} to {fast:.2f} ms. If the rest "
+        f"takes half as long, about {2 * fast - slow:.2f} ms do not get faster."
+    )
 
 
 def gain(context: int, name: str) -> list[float]:
