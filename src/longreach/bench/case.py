@@ -203,8 +203,8 @@ class HostMemory:
 
     The limit is raised for a batch whose staging, and the layers that the method reads whole, take more. batches:
     further numbers of sequences, with which dense attention is not measured. ways: who attends, "link" (the GPU reads
-    over the link) or "cpu", each an entry; dense attention is measured over the link alone. prompt: not a step is
-    measured but the first token of a prompt of `context` tokens, read through staging, and beside it in GPU memory.
+    over the link) or "cpu", each an entry; dense attention is measured over the link alone. prompt: a prompt of
+    `context` tokens is timed up to its first token instead of a step, with keys and values in host and in GPU memory.
     """
 
     device_bytes: int

@@ -196,10 +196,10 @@ def show(out: Any, case: Case, result: dict[str, Any]) -> None:
     table = Table(out, COLUMNS)
     table.header()
     for entry in result["entries"]:
-        us = entry["microseconds"]
+        us, error = entry["microseconds"], entry.get("error")  # None: not checked
         who = "longreach, " if entry["who"] == "longreach" else ""
         table.row([who + entry["name"], f"{us['median']:.2f}", f"{us['first_quartile']:.2f}-{us['third_quartile']:.2f}",
-                   rate(entry), "-" if entry.get("error") is None else f"{entry['error']:.1e}"])  # fmt: skip
+                   rate(entry), "-" if error is None else f"{error:.1e}"])  # fmt: skip
     if "auto" in result:
         out.print(f"  impl='auto' means {result['auto']}", soft_wrap=True)
     for remark in remarks(result):

@@ -125,7 +125,7 @@ def recalled_keys(rows: Rows, kv: KVView, recalled: Recalled, block: int) -> Key
 def summaries_before(rows: Rows, summaries: KVView, reach: Reach) -> KeySet:
     """The summaries of all blocks before the window (level 2 of Block-MKA)."""
     last = rows.pos.new_full((), summaries.capacity).expand_as(rows.pos)
-    runs = None if rows.runs is None else tuple(run._replace(first=None) for run in rows.runs)
+    runs = rows.runs and tuple(run._replace(first=None) for run in rows.runs)  # all rows are at `last`
     some = Spans((Span(absolute(reach.start[:, None]), absolute(reach.stop[:, None])),))
     return KeySet(Rows(rows.q, rows.seq, last, runs), summaries, some)
 

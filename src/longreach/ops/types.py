@@ -47,7 +47,7 @@ class RowRange(NamedTuple):
     """Consecutive rows, described on the host: `rows` of sequence `seq`, at positions first, first + 1, ...
 
     first is given only if slots [0, first + rows) of the sequence are filled. None: positions are on the device only;
-    they ascend, with gaps perhaps.
+    none is below the one before it.
     """
 
     rows: int

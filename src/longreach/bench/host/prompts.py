@@ -1,4 +1,4 @@
-"""The first token of a prompt whose keys and values go to host memory through staging, and beside it to GPU memory."""
+"""Time to the first token of a long prompt, with its keys and values in host memory and in GPU memory."""
 
 from __future__ import annotations
 

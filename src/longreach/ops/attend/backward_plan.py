@@ -86,12 +86,13 @@ def tiles_of_rows(
     seq: Tensor, pos: Tensor, shape: Shape, size: int, runs: tuple[RowRange, ...] | None = None
 ) -> Tensor:
     """Rows by sequence and position in tiles: int32 [tiles, size], -1 for none. No sort where runs tell their order."""
-    widths = [run.rows for run in runs or ()]
-    if not widths or len(set(widths)) > 1 or [run.seq for run in runs or ()] != sorted({run.seq for run in runs or ()}):
+    of, widths = [run.seq for run in runs or ()], {run.rows for run in runs or ()}
+    if len(widths) != 1 or of != sorted(set(of)):
         return sorted_tiles(seq, pos, min(shape.sequences, seq.shape[0]), size)
-    start = torch.arange(0, seq.shape[0], widths[0], dtype=torch.int32, device=seq.device)
-    row = torch.arange(-(-widths[0] // size) * size, dtype=torch.int32, device=seq.device)
-    return torch.where(row < widths[0], row + start[:, None], -1).view(-1, size)
+    (width,) = widths
+    start = torch.arange(0, seq.shape[0], width, dtype=torch.int32, device=seq.device)
+    row = torch.arange(-(-width // size) * size, dtype=torch.int32, device=seq.device)
+    return torch.where(row < width, row + start[:, None], -1).view(-1, size)
 
 
 def tile_ranges(tiles: Tensor, seq: Tensor, shape: Shape, limits: Limits, block: int) -> Tensor:
