@@ -10,6 +10,7 @@ import torch
 from longreach.ops import Rows, Span, Spans, absolute, relative
 from longreach.ops.attend import backward_plan as plans
 from longreach.ops.selection import slots_seen
+from longreach.ops.types import RowRange
 from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.selections import random_lists, random_spans
 
@@ -52,6 +53,24 @@ def test_ranges_hold_every_tile_that_sees_a_block_and_for_windows_no_other() -> 
                     want = [n for n, tile in enumerate(tiles) if any(r >= 0 and bool(sees[r]) for r in tile)]
                     found = list(range(*ranges[s, b, block].tolist()))
                     assert found == want if exact else set(found) >= set(want)
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 9], [8, 8, 8]])
+def test_tiles_of_runs_are_those_of_the_sort(lengths: list[int]) -> None:
+    seq = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    pos = torch.cat([torch.arange(n) for n in lengths])
+    shape = plans.Shape(len(lengths), 1, 16)
+    runs = tuple(RowRange(n, b, 0) for b, n in enumerate(lengths))
+    got, want = (plans.tiles_of_rows(seq, pos, shape, 4, given) for given in (runs, None))
+    assert torch.equal(got, want[(want >= 0).any(1)])
+
+
+def test_runs_out_of_order_or_of_several_widths_are_sorted() -> None:
+    shape = plans.Shape(2, 1, 16)
+    for runs in ((RowRange(3, 1, 0), RowRange(3, 0, 0)), (RowRange(2, 0, 0), RowRange(4, 1, 0))):
+        seq = torch.cat([torch.full((run.rows,), run.seq) for run in runs])
+        pos = torch.cat([torch.arange(run.rows) for run in runs])
+        assert torch.equal(plans.tiles_of_rows(seq, pos, shape, 4, runs), plans.tiles_of_rows(seq, pos, shape, 4))
 
 
 @pytest.mark.parametrize("per", ["kv", "query"])
