@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from longreach.ops.attend.triton_backward_kernels import (
-    FAR,
     key_gradients,
     keys_at,
     numbers_of,
@@ -19,7 +18,7 @@ from longreach.ops.attend.triton_backward_kernels import (
     row_gradients,
     weights_of,
 )
-from longreach.ops.attend.triton_pair_kernels import overflowed, own_parts, pairs_at, segment
+from longreach.ops.attend.triton_pair_kernels import next_of, overflowed, own_parts, pairs_at, segment
 
 
 @triton.jit
@@ -172,11 +171,7 @@ def over_dq(
     m, d, n = tl.arange(0, M), tl.arange(0, BD), tl.arange(0, BN)
     there = m < WIDTH
     while tl.max(left.to(tl.int32), 0) != 0:
-        now = tl.min(tl.where(left, number, FAR), 0)
-        left = left & (number != now)
-        row, unit = now // A, now % A
-        head, g = unit * WIDTH + m, unit * WIDTH // GROUP
-        seq, seen = tl.load(seq_of + row), tl.load(seen_of + row)
+        left, row, head, g, seq, seen = next_of(left, number, seq_of, seen_of, m, A, WIDTH, GROUP)
         wide = tl.where(there, row, -1)
         q = of_rows(q_of, wide, head, d, q_strides[0], q_strides[1], D)
         do = of_rows(do_of, wide, head, d, heads * D, D, D)

@@ -170,6 +170,17 @@ def overflowed(lists, units, C: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def next_of(
+    left, number, seq_of, seen_of, m, A: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr
+):  # fmt: skip
+    """The first of those left: (the others, its row, query heads, KV head, sequence and visible slots)."""
+    now = tl.min(tl.where(left, number, FAR), 0)
+    row, unit = now // A, now % A
+    seq, seen = tl.load(seq_of + row), tl.load(seen_of + row)
+    return left & (number != now), row, unit * WIDTH + m, unit * WIDTH // GROUP, seq, seen
+
+
+@triton.jit
 def over_forward(
     q_of, q_strides, seq_of, seen_of, memory, lists, out, lse, units, heads, scale, cap,
     A: tl.constexpr, C: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, CAPPED: tl.constexpr,
@@ -181,11 +192,7 @@ def over_forward(
     m, d, n = tl.arange(0, M), tl.arange(0, BD), tl.arange(0, BN)
     there = m < WIDTH
     while tl.max(left.to(tl.int32), 0) != 0:
-        now = tl.min(tl.where(left, number, FAR), 0)
-        left = left & (number != now)
-        row, unit = now // A, now % A
-        head, g = unit * WIDTH + m, unit * WIDTH // GROUP
-        seq, seen = tl.load(seq_of + row), tl.load(seen_of + row)
+        left, row, head, g, seq, seen = next_of(left, number, seq_of, seen_of, m, A, WIDTH, GROUP)
         q = of_rows(q_of, tl.where(there, row, -1), head, d, q_strides[0], q_strides[1], D)
         peak = tl.full((M,), float("-inf"), tl.float32)
         total = tl.zeros((M,), tl.float32)

@@ -10,6 +10,15 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Pyt
 
 
 @triton.jit
+def _own(count, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    """This program's rows x heads [M] and whether they are there; places of their channels [M, BD], and whether."""
+    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
+    d = tl.arange(0, BD)
+    there = m < count
+    return m, there, m[:, None] * D + d[None, :], there[:, None] & (d < D)[None, :]
+
+
+@triton.jit
 def _sizes(lses, weights, strides, m, heads, there, gap, S: tl.constexpr):
     """For each set its weight and exp(lse_s - top), [M] each; the sum of their products; top."""
     ws, xs = (), ()
@@ -36,11 +45,7 @@ def mixed(
     S: tl.constexpr, KEEP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """KEEP: kept gets a copy of outs, in a dtype of its own."""
-    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    d = tl.arange(0, BD)
-    there = m < count
-    at = m[:, None] * D + d[None, :]
-    both = there[:, None] & (d < D)[None, :]
+    m, there, at, both = _own(count, M, D, BD)
     ws, sizes, total, top = _sizes(lses, weights, strides, m, heads, there, gap, S)
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
@@ -60,11 +65,7 @@ def gradients(
     S: tl.constexpr, M: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """d_outs, d_lses: those of each set; d_weights [R H, S]."""
-    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    d = tl.arange(0, BD)
-    there = m < count
-    at = m[:, None] * D + d[None, :]
-    both = there[:, None] & (d < D)[None, :]
+    m, there, at, both = _own(count, M, D, BD)
     ws, sizes, total, _ = _sizes(lses, weights, strides, m, heads, there, gap, S)
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
@@ -91,11 +92,7 @@ def given_to_sets(
     their_lses: for each set log sum exp of the whole less its log-weight, inf where it weighs 0: exp(logit - this) is
     then a key's share of the mixture. d_weights [R H, S].
     """
-    m = tl.program_id(0).to(tl.int64) * M + tl.arange(0, M)
-    d = tl.arange(0, BD)
-    there = m < count
-    at = m[:, None] * D + d[None, :]
-    both = there[:, None] & (d < D)[None, :]
+    m, there, at, both = _own(count, M, D, BD)
     ws, sizes, total, top = _sizes(lses, weights, strides, m, heads, there, gap, S)
     none = total == 0.0
     whole = tl.where(none, 1.0, total)
