@@ -51,25 +51,38 @@ def remarks(result: dict[str, Any]) -> Iterator[str]:
         yield f"{name} {sampled(preset)}"
     for what, parts in result.get("phases", {}).get("microseconds", {}).items():
         yield f"{what}: " + ", ".join(f"{part} {us:.0f} us" for part, us in parts.items())
+    prompt = (result.get("host") or {}).get("prompt")
     for entry in result["entries"] if "host" in result else ():
-        yield host_line(entry)
+        yield prompt_line(entry) if prompt else host_line(entry)
     for entry in result["entries"] if "generated" in result else ():
         yield slowest_line(entry)
     for name, why in result.get("left_out", {}).items():
         yield f"{name} left out: {why}"
 
 
+KINDS = ("host_kv", "device_kv", "state", "weights")
+
+
+def _memory(entry: dict[str, Any], *more: str) -> str:
+    taken = {name: entry["memory"][name] for name in (*KINDS, *more)}
+    return ", ".join(f"{name} {gib(x)}" for name, x in taken.items() if x is not None)  # no peak is known on a CPU
+
+
+def prompt_line(entry: dict[str, Any]) -> str:
+    """A prompt with keys and values in host memory: the time to its first token, and the memory it takes."""
+    seconds = entry["microseconds"]["median"] / 1e6
+    return f"{entry['name']}: {seconds:.2f} s to the first token; {_memory(entry, 'staging', 'prefill_peak')}"
+
+
 def host_line(entry: dict[str, Any]) -> str:
     """A step with keys and values in host memory: its time, what came over the link, and the memory it takes."""
-    kinds = ("host_kv", "device_kv", "state", "weights")
-    memory = ", ".join(f"{name} {gib(entry['memory'][name])}" for name in kinds)
     shares = entry.get("sampled", {})
     sampled = f"; samples {shares['sampled_head']:.2%} a head, {shares['sampled_group']:.2%} a group" if shares else ""
     where = "read by the CPU" if entry["settings"].get("attend") == "cpu" else "over the link"
     return (
         f"{entry['name']}: {entry['microseconds']['median'] / 1e3:.2f} ms, {entry['tokens_per_second']:.1f} tokens/s; "
         f"{entry['link_bytes'] / 1e6:.1f} MB {where} ({entry['link_share']:.0%} of what attention reads), "
-        f"{entry['link_gb_per_s']:.2f} GB/s{sampled}; {memory}"
+        f"{entry['link_gb_per_s']:.2f} GB/s{sampled}; {_memory(entry)}"
     )
 
 

@@ -211,6 +211,8 @@ def test_the_first_token_of_a_prompt_in_host_memory_and_beside_it_in_the_gpus() 
     assert plain["memory"]["host_layers"] == plain["memory"]["host_kv"] == 0 == plain["memory"]["staging"]
     for entry in result["entries"]:
         assert entry["microseconds"]["median"] > 0 and entry["memory"]["state"] > 0 and entry["unchecked"]
+    told = list(remarks(result))
+    assert len(told) == 2 and all(" s to the first token; host_kv " in line for line in told)
 
 
 def test_cases_of_one_run_share_host_memory(capsys: pytest.CaptureFixture[str]) -> None:

@@ -52,10 +52,19 @@ class BlockStep:
         return KVView(k, v, self.inputs.seq_lens)
 
     def _summaries(self, kv: KVView) -> Blocks:
-        size = self.config.block
-        first = torch.arange(0, kv.capacity // size * size, size, device=kv.k.device).expand(kv.sequences, -1)
-        assert self.code.frequencies is not None
-        return Blocks.of(kv, first, self.code, self.code.frequencies, size, summaries=True)
+        """Of one sequence at a time: means are taken of keys in fp32."""
+        size, frequencies = self.config.block, self.code.frequencies
+        first = torch.arange(0, kv.capacity // size * size, size, device=kv.k.device)[None]
+        assert frequencies is not None
+        means = list[KVView]()
+        for one in range(kv.sequences):
+            alone = KVView(kv.k[one : one + 1], kv.v[one : one + 1], kv.seq_lens[one : one + 1])
+            found = Blocks.of(alone, first, None, frequencies, size, summaries=True).summaries
+            assert found is not None
+            means.append(found)
+        k, v, lens = (torch.cat([getattr(x, name) for x in means]) for name in ("k", "v", "seq_lens"))
+        summaries = KVView(k, v, lens)
+        return Blocks(KVView(k, k, lens), summaries)
 
     def call(self, copy: int, impl: str | None = None) -> Callable[[], Tensor]:
         """The step, which returns [B, H, D]."""
