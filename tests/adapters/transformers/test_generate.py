@@ -54,6 +54,17 @@ def test_classifier_free_guidance_runs_its_own_cache_beside_ours() -> None:
     assert rows == {("prefill", 40 + 11), ("decode", 2 * 15)}
 
 
+def test_stop_strings() -> None:
+    model, tokenizer = model_of("llama"), tiny_tokenizer()
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    free = model.generate(prompt(), **options)
+    pieces = [tokenizer.decode(token) for token in free[0, 40:]]
+    (stop, *_) = [text for text in pieces[8:] if text.isalpha() and text.isascii()]
+    options |= {"stop_strings": [stop], "tokenizer": tokenizer}
+    with attach(model):
+        assert torch.equal(model.generate(prompt(), **options), free[:, : 41 + pieces.index(stop)])
+
+
 def test_prompt_from_embeddings() -> None:
     model = model_of("llama")
     embeds = model.get_input_embeddings()(prompt())

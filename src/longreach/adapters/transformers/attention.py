@@ -30,6 +30,7 @@ WITHOUT_EFFECT = (  # they change nothing that attention computes
     "cache_position",
     "logits_to_keep",
     "num_items_in_batch",
+    "tokenizer",  # of stop strings: generate hands it on to the model
 )
 ONLY = {"dropout": 0.0, "output_attentions": False, "is_causal": True}  # implemented for this value alone
 
