@@ -1,10 +1,25 @@
-"""The tables of docs/mka.md and docs/block_mka.md are those of their records."""
+"""The figures of docs/mka.md and docs/block_mka.md are those of their records."""
 
 from __future__ import annotations
 
-from tests.doc_tables import ROOT, record, section, tables
+from collections.abc import Iterator
+from math import exp
+from typing import Any
+
+from tests.doc_tables import ROOT, Row, record, section, tables
 
 MKA, BLOCK = ((ROOT / "docs" / name).read_text() for name in ("mka.md", "block_mka.md"))
+LABELS = {
+    "mha": "`mha`, the control", "fastmka": "`fastmka`", "fastmka-3": "`fastmka tiers=[1,2,3]`", "mka": "`mka`",
+    "mka-gated": "`mka mode=gated`", "block-bounds": "`block_mka recall=bounds`",
+    "block-index": "`block_mka recall=index`", "block-hash": "`block_mka recall=hash`",
+    "block": "`block_mka recall=summary`", "block-local": "`block_mka tiers=[1,2]`", "gqa-2": "`gqa kv_heads=2`",
+    "mqa": "`mqa`", "mla": "`mla`",
+}  # fmt: skip
+HEALED_ONLY = "mha", "fastmka", "fastmka-3", "mka", "mka-gated"  # before healing they are the original, bit for bit
+CACHE = {"mha": 2.0, "gqa-2": 0.5, "mqa": 0.25, "mla": 0.5}  # over the original's cache, which has 4 KV heads
+NAMES = {"gqa": "dense", "mla": "MLA", "mka softmaxes": "`mka`", "mka gated": "`mka mode=gated`", "torch_sdpa": "torch"}
+LENGTHS, PARTS, KINDS = (4096, 16384), ("forward_", "backward_", ""), ("attention", "layer", "scan", "decode")
 
 
 def percent(x: float) -> str:
@@ -49,3 +64,163 @@ def test_scores_of_block_mka() -> None:
 
 def share(reads: dict[str, float]) -> float:
     return float(reads["total"])
+
+
+def results(name: str, length: int) -> dict[str, dict[str, Any]]:
+    found = record(f"mini-mac-{length}" if name == "original" else f"mini-mka-{name}")
+    assert found["config"]["samples"] == 50 and not found["dirty"]
+    return {t["task"]: t["results"]["dense"] for t in found["tasks"].values() if t["length"] == length}
+
+
+def score(name: str, length: int) -> float:
+    """Mean over tasks, in percent."""
+    found = results(name, length).values()
+    return sum(100 * result["score"] for result in found) / len(found)
+
+
+def bytes_read(name: str, length: int) -> str:
+    found = results(f"{name}-healed", length).values()
+    return percent(CACHE.get(name, 1.0) * sum(share(result["decode_reads"]) for result in found) / len(found))
+
+
+def perplexity(name: str, first: int, last: int) -> float:
+    """Of positions from first to last, in steps of 1024."""
+    parts = record(f"mini-mka-{name}-perplexity")["results"]["dense"]["prefill"]["by_position"][first:last]
+    return exp(sum(x["nll"] * x["tokens"] for x in parts) / sum(x["tokens"] for x in parts))
+
+
+def by_level(name: str, what: str) -> list[list[float]]:
+    """The values of all layers, for each level."""
+    layers = record(f"mini-mka-{name}-routing")["results"]["layers"].values()
+    return [list(level) for level in zip(*(layer[what] for layer in layers), strict=True)]
+
+
+def answer_rows() -> Iterator[Row]:
+    originals = (cell for length in LENGTHS for cell in (f"{score('original', length):.1f}%", "-"))
+    yield "original", "100%", "100%", *originals, "-", "-", "-"
+    for name, label in LABELS.items():
+        both = [None if name in HEALED_ONLY else name, f"{name}-healed"]
+        scores = ("-" if x is None else f"{score(x, length):.1f}%" for length in LENGTHS for x in both)
+        perplexities = ("-" if x is None else f"{perplexity(x, 0, 16):.1f}" for x in both)
+        trained = "mka" in name or "block" in name
+        gate = f"{max(abs(x) for level in by_level(name, 'gate') for x in level):.2f}" if trained else "-"
+        yield label, *(bytes_read(name, length) for length in LENGTHS), *scores, *perplexities, gate
+
+
+def position_rows() -> Iterator[Row]:
+    for name in (x for x in LABELS if x not in ("fastmka-3", "mka-gated")):
+        both = [f"{name}-healed"] if name in HEALED_ONLY else [name, f"{name}-healed"]
+        steps = ((0, 1), (1, 4), (4, 8), (8, 16))
+        yield LABELS[name], *(", ".join(f"{perplexity(x, *step):.1f}" for x in both) for step in steps)
+
+
+def cases(kind: str) -> dict[str, dict[str, Any]]:
+    """Entries by name, by the end of the case's name ("32K", "128K-b8")."""
+    found = record(f"mka-{kind}")["cases"].items()
+    assert all(case["device"]["name"].startswith("NVIDIA H100") for _, case in found)
+    return {x.split("-", 2)[2].replace("k", "K"): {e["name"]: e for e in case["entries"]} for x, case in found}
+
+
+def ms(entry: dict[str, Any], part: str = "") -> float:
+    return float(entry[f"{part}microseconds"]["median"]) / 1e3
+
+
+def gib(entry: dict[str, Any]) -> str:
+    return f"{entry['memory']['peak'] / 2**30:.1f} GiB"
+
+
+def attention_rows() -> Iterator[Row]:
+    for name, entries in cases("attention").items():
+        mine, torch = entries["block_mka"], entries["torch cuDNN"]
+        assert ms(torch) == min(ms(entry) for entry in entries.values() if entry is not mine)
+        times = (f"{ms(mine, part):.1f} ms, {ms(torch, part) / ms(mine, part):.2f}x" for part in PARTS)
+        yield name, *times, f"{ms(torch):.1f} ms", gib(mine), gib(torch), str(mine["launched"]["kernels"])
+
+
+def layer_rows() -> Iterator[Row]:
+    for kind in cases("layer")["4K"]:
+        pairs = [(entries.get(kind), entries["gqa"]) for entries in cases("layer").values()]
+        cells = (f"{ms(x):.1f} ms, {ms(dense) / ms(x):.2f}x, {gib(x)}" if x else "-" for x, dense in pairs)
+        yield NAMES.get(kind, f"`{kind}`"), *cells
+
+
+def target_rows() -> Iterator[Row]:
+    found = dict[str, list[Row]]()
+    for kind in KINDS:
+        for name, case in zip(cases(kind), record(f"mka-{kind}")["cases"].values(), strict=True):
+            for x in case["targets"]:
+                what = f"{kind}, {x['of']}: {x['quantity']} {NAMES.get(x['over'], '')}".strip()
+                cells = name, f"{x['bound']:g}", f"{x['got']:.2f}", "yes" if x["reached"] else "no"
+                found.setdefault(what, []).append(cells)
+    for what, rows in found.items():
+        yield what, *(" / ".join(x if len(set(x)) > 1 else x[:1]) for x in zip(*rows, strict=True))
+
+
+def test_answers_speed_and_targets() -> None:
+    found = [rows for _, rows in tables(section(MKA, "Answers after training", "A layer for your own model"))]
+    assert found == [list(rows()) for rows in (answer_rows, position_rows, attention_rows, layer_rows, target_rows)]
+
+
+def test_sentences() -> None:
+    control, bounds, tasks = "mha-healed", "block-bounds-healed", ("niah_multikey_2", "niah_multikey_3", "cwe")
+
+    def above(a: str, b: str) -> str:
+        return " and ".join(f"{score(a, length) - score(b, length):.1f}" for length in LENGTHS)
+
+    scores = (f"{score(name, length):.1f}%" for length in LENGTHS for name in (bounds, control))
+    a, b, c = ([percent(results(x, n)[task]["score"]) for n in LENGTHS for x in (control, bounds)] for task in tasks)
+    local = [percent(results("block-local-healed", 16384)[task]["score"]) for task in tasks]
+    rest = [results(control, n)[x]["score"] - y["score"] for n in LENGTHS for x, y in results(bounds, n).items()
+            if x not in tasks]  # fmt: skip
+    assert round(max(rest), 6) == 0.04
+    assert all(abs(score(f"{x}-healed", n) - score(control, n)) < 0.2 for x in HEALED_ONLY for n in LENGTHS)
+    levels, moved = (by_level(name, "weight") for name in ("fastmka-3", "block-bounds"))
+    lambdas = by_level("fastmka-3", "lambda")[0]
+    assert all(abs(x - start) < 0.01 for level, start in zip(levels, (1, 0, 0), strict=True) for x in level)
+    for name in ("fastmka-3", "block-bounds"):
+        layers = record(f"mini-mka-{name}-routing")["results"]["layers"].values()
+        for level in range(3):
+            means = [sum(x["by_position"]["lambda"][at][level] for x in layers) / len(layers) for at in range(1, 8)]
+            assert max(means) - min(means) < 0.01
+    for name in (x for x in LABELS if x.startswith("block")):
+        before, after = (perplexity(x, 8, 16) - perplexity(control, 8, 16) for x in (name, f"{name}-healed"))
+        assert after < before / 2
+    attention, layer = cases("attention"), cases("layer")["4K"]
+    kernels = [x["launched"]["kernels"] for x in (attention["4K"]["block_mka"], attention["8K"]["block_mka"],
+                                                  layer["fastmka"], layer["gqa"])]  # fmt: skip
+    (one, dense), (eight, many) = ((x["block_mka"], x["torch SDPA cudnn"]) for x in cases("decode").values())
+    again = (131071 // 64 * 64 - 512) // 64 * 8 * 128 * 2  # bytes of the keys of all summaries before the window
+    rate = cases("scan")["128K"]["forward"]["tb_per_s"]
+    for text in (
+        "{} of {} at 4K, and {} of {} at 16K".format(*scores),
+        f"`bounds` is {above(control, bounds)} points below the control",
+        f"`niah_multikey_2` falls from {a[0]} to {a[1]} at 4K, and from {a[2]} to {a[3]} at 16K",
+        f"`niah_multikey_3` falls from {b[0]} to {b[1]} and {b[3]}",
+        f"`cwe` from {c[0]} to {c[1]} and from {c[2]} to {c[3]}",
+        f"window and summaries alone reach {local[0]} and {local[1]} there",
+        f"Healing regains only {above(bounds, 'block-bounds')} points",
+        f"hash is {above(control, 'block-hash-healed')} points below the control",
+        f"`summary` {above(control, 'block-healed')}, `index` {above(control, 'block-index-healed')}",
+        f"Healing helps the hash by {above('block-hash-healed', 'block-hash')} points",
+        f"local level is {percent(min(lambdas))} to {percent(max(lambdas))}",
+        f"layer 9 the window has weight {moved[0][9]:.2f} and a recalled block {moved[2][9]:.2f}",
+        f"Summaries get {min(moved[1]):.2f} to {max(moved[1]):.2f}",
+        f"level 2 has {sum(by_level('fastmka', 'weight')[1]) / 12:.1%} of the weight",
+        "for {} and {} kernels".format(*kernels[:2]), "{} kernels instead of {}".format(*kernels[2:]),
+        f"moves {rate:.2f} TB/s forward",
+        f"batch 1 takes {1e3 * ms(one):.1f} us and batch 8 {1e3 * ms(eight):.1f} us",
+        f"dense kernel {1e3 * ms(dense):.1f} and {1e3 * ms(many):.1f} us",
+        f"waits for {one['launched']['kernels']} kernels in turn, at {one['tb_per_s']:.2f} TB/s",
+        f"bring the bytes to {one['percent_of_dense'] * (1 - again / one['bytes_read']):.2f}%",
+    ):  # fmt: skip
+        assert text in " ".join(MKA.split()), text
+    whole = f"{ms(attention['128K']['torch cuDNN']) / ms(attention['128K']['block_mka']):.1f} times as fast at 128K"
+    late, now = cases("layer")["128K"], attention["32K"]["block_mka"]
+    kept = (f"{score(name, n):.1f}%" for n in LENGTHS for name in ("block-bounds", "original"))
+    for page, text in {
+        "docs/mka.md": whole,
+        "docs/block_mka.md": "it keeps {} of {} at 4K, and {} of {} at 16K".format(*kept),
+        "docs/performance.md": f"now take {ms(now):.1f} ms in {now['launched']['kernels']} kernels",
+        "README.md": f"trains {ms(late['gqa']) / ms(late['block_mka']):.1f} times as fast as dense at 128K",
+    }.items():
+        assert text in " ".join((ROOT / page).read_text().split()), text
