@@ -91,7 +91,17 @@ def resident(compiled: Any, warps: int) -> int:
     Registers are dealt by eight a thread out of 65,536; of 228 KB of shared memory each program takes 1 KB more than it
     asks for.
     """
-    cubin = compiled.asm["cubin"]
-    at = cubin.index(b"\x04\x2f\x08\x00")  # in .nv.info: registers (0x2f), 8 bytes: the kernel's symbol, their number
-    registers = struct.unpack_from("<I", cubin, at + 8)[0]
+    registers = _attribute(compiled, 0x2F)
     return int(min(65_536 // (-(-registers // 8) * 8 * 32 * warps), 228 * 1024 // (compiled.metadata.shared + 1024)))
+
+
+def spilled(compiled: Any) -> int:
+    """Bytes of each thread's stack, where registers that do not fit are kept."""
+    return _attribute(compiled, 0x11)
+
+
+def _attribute(compiled: Any, number: int) -> int:
+    """A number of a kernel from its .nv.info, whose entries are 8 bytes: the kernel's symbol, the number."""
+    cubin = compiled.asm["cubin"]
+    at = cubin.index(bytes([0x04, number, 0x08, 0x00]))
+    return int(struct.unpack_from("<I", cubin, at + 8)[0])

@@ -21,6 +21,12 @@ def agrees(some: Case, *, forgets: bool = True) -> None:
         near(a, b, dtype)
 
 
+def follows(some: Case) -> None:
+    """The reference in fp64, whose time grows with the rows only."""
+    for a, b in zip(run(some, "triton"), run(wide(some), "reference"), strict=True):
+        near(a, b, some.x.dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("forgets", [True, False])
 @pytest.mark.parametrize("dim", [8, 20])
@@ -30,20 +36,61 @@ def test_definition(dtype: torch.dtype, forgets: bool, dim: int) -> None:
 
 
 def test_one_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton, "ROWS", 64)
+    monkeypatch.setattr(triton, "CHUNKS", (64, 64))
     agrees(case(heads=1))
 
 
 def test_long_sequences_pass_through_many_chunks() -> None:
     """Of which some have no row of their own to start from."""
-    rows = 6 * triton.ROWS + 1
+    rows = 6 * triton.CHUNKS[1] + 1
     seq, pos = torch.zeros(rows, dtype=torch.int32), torch.arange(1, rows + 1, dtype=torch.int32)
-    pos[3 * triton.ROWS] = 0
+    pos[3 * triton.CHUNKS[1]] = 0
     x, mean = torch.randn(rows, 1, 8), torch.randn(1, 1, 8)
-    agrees_long = Case(x, torch.tensor([0.98]), seq, pos, ScanCarry(mean, torch.tensor([[3.0]])))
-    got, want = run(agrees_long, "triton"), run(wide(agrees_long), "reference")
-    for a, b in zip(got, want, strict=True):
-        near(a, b, torch.float32)
+    follows(Case(x, torch.tensor([0.98]), seq, pos, ScanCarry(mean, torch.tensor([[3.0]]))))
+
+
+@pytest.mark.parametrize("decay", [1 - 1e-4, 1 - 2.0**-20, 1e-3])
+def test_extreme_decays_over_thousands_of_rows(decay: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "CHUNKS", (256, 256))
+    rows = 3000
+    start = ScanCarry(torch.randn(1, 1, 4), torch.tensor([[70.0]]))
+    x, pos = torch.randn(rows, 1, 4) + 1, torch.arange(1, rows + 1)
+    follows(Case(x, torch.tensor([decay]), torch.zeros(rows, dtype=torch.int64), pos, start))
+
+
+SIZES = {
+    "borders of pieces": [15, 1, 16, 17, 31, 32, 33],
+    "padding in a piece": [5, -3, 7, -40, 9, -1, 1, -16, 20],
+    "one row each": [1] * 12,
+    "one row each in several chunks": [1] * 70,
+    "padding around": [-35, 3, -70],
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 24), (HALF, 80)])
+@pytest.mark.parametrize("carried", [True, False])
+@pytest.mark.covering("sizes", "carried")
+def test_sequences_of_any_size(sizes: list[int], dtype: torch.dtype, dim: int, carried: bool) -> None:
+    """Negative sizes: rows of padding."""
+    seq = torch.cat([torch.full((abs(n),), b if n > 0 else -1) for b, n in enumerate(sizes)])
+    pos = torch.cat([torch.arange(abs(n)) + 9 * carried for n in sizes])
+    shape = len(sizes) + 1, 2
+    carry = ScanCarry(torch.randn(*shape, dim), 1 + torch.rand(shape))
+    follows(Case(torch.randn(len(seq), 2, dim).to(dtype), torch.tensor([0.3, 0.97]), seq, pos, carry))
+
+
+def test_channels_of_several_programs() -> None:
+    agrees(case(dim=2 * triton.BLOCK // 4 + 8))
+
+
+def test_padding_with_nan_between_sequences() -> None:
+    seq = torch.tensor([0] * 5 + [-1] * 30 + [1] * 20)
+    x = torch.randn(55, 1, 8)
+    some = Case(x, torch.tensor([0.9]), seq, torch.arange(55), ScanCarry.empty(2, 1, 8))
+    bad = some._replace(x=x.masked_fill((seq < 0)[:, None, None], torch.nan))
+    for a, b in zip(run(bad, "triton"), run(some, "triton"), strict=True):
+        assert torch.equal(a, b)
 
 
 def test_strided_rows_are_read_in_place() -> None:

@@ -1,13 +1,23 @@
 # mypy: ignore-errors
-"""The Triton kernels of scan: rows in chunks of C, a program for each chunk and KV head, rows one after another.
+"""The Triton kernels of scan: rows in chunks of C, and within a chunk in pieces of at most T rows.
 
-What a chunk does to the state before it is linear, so chunks are first taken alone (`ends`, `ends_back`), their
-effects are chained in order (`chain`), and the chunks run again from the states that they begin with (`means`,
-`gradients`). Rows of one chunk need only the last step.
+S is the sum of the rows by rate^age, W the sum of rate^age, V = dW / d rate; y = S / W. Rows that continue one another
+form a run, and so do neighbouring rows of padding. A piece lies in one run: S_i = sum_j rate^(i-j) x_j + rate^(i+1)
+S_before, so one product with a lower triangular matrix gives all its rows. All terms of W and V are positive: rates
+near 1 lose no digits.
 
-source int32 [R]: where the state before a row comes from: b >= 0: the carry of sequence b; -1: the row before;
--2: nothing; -3: the row is padding. `last` int32 [R]: the sequence whose last row this is, else -1.
-U rows are read at once. S the sum of the rows by decay^age, W of decay^age, V = dW / d decay.
+A chunk changes the state before it linearly. So `ends` takes the chunks alone, `chain` combines their effects in order,
+and `means` computes all rows from the state at the start of their chunk. The backward does the same from the last row
+to the first: `ends_back`, `chain`, `gradients`. Rows of one chunk need only the last step, with a program for each run.
+
+Bytes, in sizes of x: forward 2 reads + 1 write; backward reads dy twice, x and y once, and writes dx.
+
+`runs` describes the rows, int32 [R] each:
+source: where the state before a row comes from: b >= 0: the carry of sequence b; -1: the row before; -2: nothing;
+    -3: the row is padding.
+last: the sequence that ends with this row, else -1.
+first: the row of the chunk where the run of this row begins, -1 if it began before the chunk.
+stop: the row of the chunk where the run of this row ends, C if it goes on after the chunk.
 """
 
 from __future__ import annotations
@@ -23,100 +33,171 @@ PADDING = tl.constexpr(-3)
 
 
 @triton.jit
-def _sources(source, at, rows, U: tl.constexpr):
-    """Sources of U rows from `at` on; past the last row padding."""
-    found = ()
-    for u in tl.static_range(U):
-        found = found + (tl.load(source + at + u, mask=at + u < rows, other=-3),)
-    return found
+def _larger(a, b):
+    return tl.maximum(a, b)
 
 
 @triton.jit
-def _plain(source, at, rows, U: tl.constexpr):
-    """Whether U rows from `at` on are there, and each goes on from the row before it."""
-    n = at + tl.arange(0, U)
-    return tl.min((tl.load(source + n, mask=n < rows, other=-3) == GOES_ON).to(tl.int32), 0) == 1
+def _smaller(a, b):
+    return tl.minimum(a, b)
 
 
 @triton.jit
-def _loaded(x, at, rows, row_stride, d, some, U: tl.constexpr):
-    """fp32 [BD] of U rows from `at` on, 0 where there is none."""
-    found = ()
-    for u in tl.static_range(U):
-        place = x + (at + u).to(tl.int64) * row_stride + d
-        found = found + (tl.load(place, mask=some & (at + u >= 0) & (at + u < rows), other=0.0).to(tl.float32),)
-    return found
+def _sequence(seq, n, rows, sequences):
+    """int32 [C]: the sequence of each row, -1 for padding and outside the call, and whether it is that."""
+    own = tl.load(seq + n, mask=(n >= 0) & (n < rows), other=-1)
+    outside = (own < 0) | (own >= sequences)
+    return tl.where(outside, -1, own).to(tl.int32), outside
 
 
 @triton.jit
-def _before(s, w, v, kind, carry, g, heads, rate, d, some, D: tl.constexpr):
-    """S, W and V before a row, without the row's decay: the row's own are x + rate S, 1 + rate W, W + rate V."""
-    mean, weight = carry
+def runs(seq, pos, source, last, first, stop, rows, sequences, C: tl.constexpr):
+    """Describe the rows of one chunk, see above."""
+    i = tl.arange(0, C)
+    n = tl.program_id(0) * C + i
+    there = n < rows
+    own, outside = _sequence(seq, n, rows, sequences)
+    before, outside_before = _sequence(seq, n - 1, rows, sequences)
+    after, outside_after = _sequence(seq, n + 1, rows, sequences)
+    kind = tl.where(own != before, own, GOES_ON)
+    kind = tl.where(tl.load(pos + n, mask=there, other=0) == 0, FRESH, kind)
+    kind = tl.where(outside, PADDING, kind)
+    final = own != after
+    fresh_after = tl.load(pos + n + 1, mask=n + 1 < rows, other=0) == 0
+    begins = tl.where(outside, ~outside_before | (n == 0), kind != GOES_ON)
+    ends = tl.where(outside, ~outside_after | (n + 1 == rows), final | fresh_after)
+    tl.store(source + n, kind, mask=there)
+    tl.store(last + n, tl.where(final, own, -1), mask=there)
+    tl.store(first + n, tl.associative_scan(tl.where(begins, i, -1), 0, _larger), mask=there)
+    tl.store(stop + n, tl.associative_scan(tl.where(ends, i, C), 0, _smaller, reverse=True), mask=there)
+
+
+@triton.jit
+def powers(rate_of, table, C: tl.constexpr):
+    """table fp32 [G, 4, C+1], for n in 0..C: rate^n, its derivative, and the sums of both over 0..n-1.
+
+    fp64: an error in rate^n would return at each piece.
+    """
+    g = tl.program_id(0)
+    n = tl.arange(0, C)
+    rate = tl.load(rate_of + g).to(tl.float64)
+    power = tl.where(n == 0, 1.0, tl.exp2(n.to(tl.float64) * tl.log2(rate)))
+    slope = (n + 1) * power  # of rate^(n+1)
+    to = table + g * 4 * (C + 1)
+    tl.store(to + n + 1, (power * rate).to(tl.float32))
+    tl.store(to + C + 2 + n, slope.to(tl.float32))
+    tl.store(to + 2 * (C + 1) + n + 1, tl.cumsum(power, 0).to(tl.float32))
+    tl.store(to + 3 * (C + 1) + n + 1, (tl.cumsum(slope, 0) - slope).to(tl.float32))
+    tl.store(to, 1.0)
+    for k in tl.static_range(1, 4):
+        tl.store(to + k * (C + 1), 0.0)
+
+
+@triton.jit
+def _times(weights, x):
+    """weights @ x in fp32, for weights in [0, 1]. 16-bit x: two products, as 8 or 11 bits of a weight are too few."""
+    if x.dtype == tl.float32:
+        product = tl.dot(weights, x, input_precision="tf32x3")
+    else:
+        scale: tl.constexpr = 32768.0 if x.dtype == tl.float16 else 1.0  # keeps small weights in the range of fp16
+        scaled = weights * scale
+        high = scaled.to(x.dtype)
+        low = (scaled - high.to(tl.float32)).to(x.dtype)
+        product = tl.dot(high, x, tl.dot(low, x)) * (1.0 / scale)
+    return product
+
+
+@triton.jit
+def _channels(D: tl.constexpr, BD: tl.constexpr):
+    """The channels of a program and which of them there are."""
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    some = d < D if D % BD != 0 else tl.full((BD,), True, tl.int1)
+    return d, some
+
+
+@triton.jit
+def _carried_mean(carry, kind, g, heads, d, some, D: tl.constexpr):
+    """The mean [BD] and weight of the carry of sequence `kind`, 0 if it is none."""
     held = kind >= CARRIED
-    place = tl.where(held, kind, 0).to(tl.int64) * heads + g
-    w0 = tl.load(weight + place, mask=held, other=0.0)
-    s0 = tl.load(mean + place * D + d, mask=some & held, other=0.0) * w0
-    on = kind == GOES_ON
-    return tl.where(on, s, s0), tl.where(on, w, w0), tl.where(on, v, 0.0)
+    place = tl.maximum(kind, 0).to(tl.int64) * heads + g
+    mean = tl.load(carry[0] + place * D + d, mask=some & held, other=0.0)
+    return mean, tl.load(carry[1] + place, mask=held, other=0.0)
+
+
+@triton.jit
+def _carried(carry, kind, g, heads, d, some, D: tl.constexpr):
+    """S [BD] and W of the carry of sequence `kind`, 0 if it is none."""
+    mean, weight = _carried_mean(carry, kind, g, heads, d, some, D)
+    return mean * weight, weight
+
+
+@triton.jit
+def _weighted(acc, x, row_stride, at, factors, d, some):
+    """acc [T, BD] plus T rows of x from `at` on by their factors; rows whose factor is 0 are not read."""
+    i = tl.arange(0, factors.shape[0])
+    cells = x + at.to(tl.int64) * row_stride + i[:, None] * row_stride + d[None, :]
+    tile = tl.load(cells, mask=(factors != 0.0)[:, None] & some[None, :], other=0.0)
+    return acc + factors[:, None] * tile.to(tl.float32)
+
+
+@triton.jit
+def _store_effect(effects, chunk, g, heads, s, w, v, f, h, d, some, D: tl.constexpr):
+    place = chunk.to(tl.int64) * heads + g
+    tl.store(effects[0] + place * D + d, s, mask=some)
+    if tl.program_id(1) == 0:
+        tl.store(effects[1] + place * 4, w)
+        tl.store(effects[1] + place * 4 + 1, v)
+        tl.store(effects[1] + place * 4 + 2, f)
+        tl.store(effects[1] + place * 4 + 3, h)
 
 
 @triton.jit
 def ends(
-    x, row_stride, head_stride, rate_of, source, carry, states, rows, heads,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
+    x, row_stride, head_stride, table, source, first, carry, effects, heads, C,
+    D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The effect of each chunk: S, W and V at its end if it begins from nothing, and f, h: S + f S', W + f W',
-    V + h W' + f V' if it begins from S', W', V'. states: S [chunks, G, D], the others [chunks, G, 4]."""
-    chunk, g = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, BD)
-    some = d < D
-    rate = tl.load(rate_of + g).to(tl.float32)
-    s = tl.zeros((BD,), tl.float32)
-    w, v, f, h = 0.0, 0.0, 1.0, 0.0
-    for step in range(0, C, U):
-        at = chunk * C + step
-        xs = _loaded(x + g.to(tl.int64) * head_stride, at, rows, row_stride, d, some, U)
-        if _plain(source, at, rows, U):
-            for u in tl.static_range(U):
-                s = xs[u] + rate * s
-                v = w + rate * v
-                w = 1.0 + rate * w
-                h = f + rate * h
-                f = rate * f
-        else:
-            kinds = _sources(source, at, rows, U)
-            for u in tl.static_range(U):
-                kind = kinds[u]
-                s0, w0, v0 = _before(s, w, v, kind, carry, g, heads, rate, d, some, D)
-                real = (kind != PADDING).to(tl.float32)
-                s = tl.where(kind == PADDING, 0.0, xs[u] + rate * s0)
-                w, v = real * (1.0 + rate * w0), real * (w0 + rate * v0)
-                on = kind == GOES_ON
-                h = tl.where(on, f + rate * h, 0.0)
-                f = tl.where(on, rate * f, 0.0)
-    sums, scalars = states
-    place = chunk.to(tl.int64) * heads + g
-    tl.store(sums + place * D + d, s, mask=some)
-    tl.store(scalars + place * 4, w)
-    tl.store(scalars + place * 4 + 1, v)
-    tl.store(scalars + place * 4 + 2, f)
-    tl.store(scalars + place * 4 + 3, h)
+    """The effect of each chunk but the last: S, W and V at its end if it begins from nothing, and f, h: S + f S',
+    W + f W', V + h W' + f V' if it begins from S', W', V'. effects: S [chunks, G, D], the others [chunks, G, 4]."""
+    g, chunk = tl.program_id(0), tl.program_id(2)
+    i = tl.arange(0, T)
+    d, some = _channels(D, BD)
+    of = table + g * 4 * (C + 1)
+    found = tl.load(first + chunk * C + C - 1)
+    start = tl.maximum(found, 0)
+    kind = tl.load(source + chunk * C + start)
+    acc = tl.zeros((T, BD), tl.float32)
+    for age in range(0, C - start, T):  # from the last row: `means` finds the first ones in the L2 cache
+        n = C - T - age + i
+        factors = tl.load(of + C - 1 - n, mask=(n >= start) & (kind != PADDING), other=0.0)
+        acc = _weighted(acc, x + g.to(tl.int64) * head_stride, row_stride, chunk * C + C - T - age, factors, d, some)
+    s = tl.sum(acc, 0)
+    entry = of + C - start
+    reach, slope = tl.load(entry), tl.load(entry + C + 1)
+    total, total_slope = tl.load(entry + 2 * (C + 1)), tl.load(entry + 3 * (C + 1))
+    s0, w0 = _carried(carry, kind, g, heads, d, some, D)
+    s += reach * s0
+    real = kind != PADDING
+    w = tl.where(real, total + reach * w0, 0.0)
+    v = tl.where(real, total_slope + slope * w0, 0.0)
+    on = kind == GOES_ON
+    f, h = tl.where(on, reach, 0.0), tl.where(on, slope, 0.0)
+    _store_effect(effects, chunk, g, heads, s, w, v, f, h, d, some, D)
 
 
 @triton.jit
 def chain(effects, begins, chunks, heads, BACK: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, U: tl.constexpr):
-    """The state with which each chunk begins, from the chunks' effects. BACK: from the last chunk to the first."""
+    """The state with which each chunk begins, from the chunks' effects. BACK: from the last chunk to the first.
+    The effects of U chunks are read at once."""
     sums, scalars = effects
     sums_to, scalars_to = begins
     g = tl.program_id(0)
-    d = tl.arange(0, BD)
-    some = d < D
+    d, some = _channels(D, BD)
     s = tl.zeros((BD,), tl.float32)
     w, v = 0.0, 0.0
     for at in range(0, chunks, U):
         places, parts, ws, vs, fs, hs = (), (), (), (), (), ()
         for u in tl.static_range(U):
-            there = at + u < chunks
+            there = at + u < chunks - 1  # nothing follows the last one
             n = chunks - 1 - at - u if BACK else at + u
             place = n * heads + g
             places = places + (place,)
@@ -128,8 +209,9 @@ def chain(effects, begins, chunks, heads, BACK: tl.constexpr, D: tl.constexpr, B
         for u in tl.static_range(U):
             there = at + u < chunks
             tl.store(sums_to + places[u] * D + d, s, mask=some & there)
-            tl.store(scalars_to + places[u] * 4, w, mask=there)
-            tl.store(scalars_to + places[u] * 4 + 1, v, mask=there)
+            own = there & (tl.program_id(1) == 0)
+            tl.store(scalars_to + places[u] * 4, w, mask=own)
+            tl.store(scalars_to + places[u] * 4 + 1, v, mask=own)
             v = vs[u] + hs[u] * w + fs[u] * v
             w = ws[u] + fs[u] * w
             s = tl.where(fs[u] == 0.0, parts[u], parts[u] + fs[u] * s)
@@ -137,154 +219,168 @@ def chain(effects, begins, chunks, heads, BACK: tl.constexpr, D: tl.constexpr, B
 
 @triton.jit
 def means(
-    x, row_stride, head_stride, rate_of, source, last, carry, begins, y, weights, ended, rows, heads,
-    BEGUN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
+    x, row_stride, head_stride, table, source, last, first, stop, carry, begins, y, weights, ended, rows, heads, C,
+    BEGUN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """y [R, G, D], weights (W, V) [R, G] and the state (mean [B, G, D], weight [B, G]) after last rows.
+    """y [R, G, D], weights (W, V) [G, R] and the state (mean [B, G, D], weight [B, G]) after last rows.
 
-    BEGUN: chunks begin from the states `begins`, else from nothing.
+    BEGUN: a program for each chunk, from its state in `begins`. Else there is one chunk, and a program for each row:
+    it computes the run that begins there, if one does.
     """
-    chunk, g = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, BD)
-    some = d < D
-    rate = tl.load(rate_of + g).to(tl.float32)
+    g, lead = tl.program_id(0), tl.program_id(1) == 0
+    i = tl.arange(0, T)
+    d, some = _channels(D, BD)
+    of = table + g * 4 * (C + 1)
+    age = i[:, None] - i[None, :]
+    lower = tl.load(of + age, mask=age >= 0, other=0.0)
+    reach, slope = tl.load(of + i + 1), tl.load(of + C + 2 + i)
+    sums_of, slopes_of = of + 2 * (C + 1), of + 3 * (C + 1)
+    total, total_slope = tl.load(sums_of + i + 1), tl.load(slopes_of + i + 1)
     s = tl.zeros((BD,), tl.float32)
     w, v = 0.0, 0.0
     if BEGUN:
+        chunk = tl.program_id(2)
+        base = chunk * C
+        at, end = base, tl.minimum(base + C, rows)
         place = chunk.to(tl.int64) * heads + g
         s = tl.load(begins[0] + place * D + d, mask=some, other=0.0)
         w = tl.load(begins[1] + place * 4)
         v = tl.load(begins[1] + place * 4 + 1)
-    for step in range(0, C, U):
-        at = chunk * C + step
-        xs = _loaded(x + g.to(tl.int64) * head_stride, at, rows, row_stride, d, some, U)
-        n = at + tl.arange(0, U)
-        ends_here = tl.max(tl.load(last + n, mask=n < rows, other=-1), 0) >= 0
-        if _plain(source, at, rows, U) & ~ends_here:
-            for u in tl.static_range(U):
-                s = xs[u] + rate * s
-                v = w + rate * v
-                w = 1.0 + rate * w
-                place = (at + u).to(tl.int64) * heads + g
-                tl.store(y + place * D + d, (s * (1.0 / w)).to(y.dtype.element_ty), mask=some)
-                tl.store(weights[0] + place, w)
-                tl.store(weights[1] + place, v)
-        else:
-            kinds = _sources(source, at, rows, U)
-            for u in tl.static_range(U):
-                kind = kinds[u]
-                s0, w0, v0 = _before(s, w, v, kind, carry, g, heads, rate, d, some, D)
-                real = (kind != PADDING).to(tl.float32)
-                s = tl.where(kind == PADDING, 0.0, xs[u] + rate * s0)
-                w, v = real * (1.0 + rate * w0), real * (w0 + rate * v0)
-                there = at + u < rows
-                place = (at + u).to(tl.int64) * heads + g
-                mean = s * (1.0 / tl.maximum(w, 1.0))  # W is at least 1, and 0 for padding
-                tl.store(y + place * D + d, mean.to(y.dtype.element_ty), mask=some & there)
-                tl.store(weights[0] + place, w, mask=there)
-                tl.store(weights[1] + place, v, mask=there)
-                b = tl.load(last + at + u, mask=there, other=-1)
-                to = tl.maximum(b, 0).to(tl.int64) * heads + g
-                tl.store(ended[0] + to * D + d, mean, mask=some & (b >= 0))
-                tl.store(ended[1] + to, w, mask=b >= 0)
+    else:
+        base, at = 0, tl.program_id(2)
+        end = tl.where(tl.load(first + at) == at, tl.load(stop + at) + 1, at)
+    while at < end:
+        kind = tl.load(source + at)
+        size = tl.minimum(tl.minimum(base + tl.load(stop + at) + 1, end) - at, T)
+        there = (i < size)[:, None] & some[None, :]
+        tile = x + at.to(tl.int64) * row_stride + g.to(tl.int64) * head_stride
+        tile = tl.load(tile + i[:, None] * row_stride + d[None, :], mask=there & (kind != PADDING), other=0.0)
+        if kind != GOES_ON:
+            s, w = _carried(carry, kind, g, heads, d, some, D)
+            v = 0.0
+        row = at.to(tl.int64) * heads + g
+        real = (kind != PADDING).to(tl.float32)
+        sums = _times(lower, tile) + reach[:, None] * s[None, :]
+        ws = real * (total + reach * w)
+        vs = real * (total_slope + slope * w + reach * v)
+        mean = sums * (1.0 / tl.maximum(ws, 1.0))[:, None]  # W is at least 1, and 0 for padding
+        tl.store(y + row * D + i[:, None] * (heads * D) + d[None, :], mean.to(y.dtype.element_ty), mask=there)
+        n = g.to(tl.int64) * rows + at + i
+        tl.store(weights[0] + n, ws, mask=(i < size) & lead)
+        tl.store(weights[1] + n, vs, mask=(i < size) & lead)
+        s = tl.sum(tl.where(i[:, None] == size - 1, sums, 0.0), 0)
+        part = tl.load(of + size)
+        v = tl.load(slopes_of + size) + tl.load(of + C + 1 + size) * w + part * v
+        w = tl.load(sums_of + size) + part * w
+        at += size
+        b = tl.load(last + at - 1)
+        if b >= 0:
+            to = b.to(tl.int64) * heads + g
+            tl.store(ended[0] + to * D + d, s * (1.0 / w), mask=some)
+            tl.store(ended[1] + to, w, mask=lead)
 
 
 @triton.jit
-def _gradient(dy, d_ended, at, w, last, rows, g, heads, d, some, D: tl.constexpr, ENDED: tl.constexpr):
-    """The gradient of one row's S through its own y and the state after it."""
-    there = (at >= 0) & (at < rows)
-    place = at.to(tl.int64) * heads + g
-    grad = tl.load(dy + place * D + d, mask=some & there, other=0.0).to(tl.float32)
-    if ENDED:
-        b = tl.load(last + at, mask=there, other=-1)
-        to = tl.maximum(b, 0).to(tl.int64) * heads + g
-        grad += tl.load(d_ended + to * D + d, mask=some & (b >= 0), other=0.0)
-    total = tl.load(w + place, mask=there, other=0.0)
-    return tl.where(total == 0.0, 0.0, grad * (1.0 / tl.maximum(total, 1.0))), total
-
-
-@triton.jit
-def _goes_on(source, at, rows):
-    """Whether a row takes the state of the row before it."""
-    return tl.load(source + at, mask=at < rows, other=-3) == GOES_ON
+def _inverse(w, n, there):
+    """1 / W of rows, and 0 for padding."""
+    total = tl.load(w + n, mask=there, other=0.0)
+    return tl.where(total > 0.0, 1.0 / tl.maximum(total, 1.0), 0.0)
 
 
 @triton.jit
 def ends_back(
-    dy, d_ended, w, rate_of, source, last, effects, rows, heads,
-    ENDED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
+    dy, d_ended, w_of, table, last, stop, effects, rows, heads, C,
+    ENDED: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """The effect of each chunk on gradients of S, which pass from later rows to earlier ones; as `ends`."""
-    chunk, g = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, BD)
-    some = d < D
-    rate = tl.load(rate_of + g).to(tl.float32)
-    a = tl.zeros((BD,), tl.float32)
-    f = 1.0
-    for back in range(0, C, U):
-        at = chunk * C + C - 1 - back
-        grads, ons = (), ()
-        for u in tl.static_range(U):
-            grad, _ = _gradient(dy, d_ended, at - u, w, last, rows, g, heads, d, some, D, ENDED)
-            grads = grads + (grad,)
-            ons = ons + (_goes_on(source, at - u + 1, rows),)
-        for u in tl.static_range(U):
-            a = grads[u] + tl.where(ons[u], rate * a, 0.0)
-            f = tl.where(ons[u], rate * f, 0.0)
-    sums, scalars = effects
-    place = chunk.to(tl.int64) * heads + g
-    tl.store(sums + place * D + d, a, mask=some)
-    tl.store(scalars + place * 4, 0.0)
-    tl.store(scalars + place * 4 + 1, 0.0)
-    tl.store(scalars + place * 4 + 2, f)
-    tl.store(scalars + place * 4 + 3, 0.0)
+    """The effect of each chunk but the first on gradients of S, which pass from later rows to earlier; as `ends`."""
+    g, chunk = tl.program_id(0), tl.program_id(2) + 1
+    i = tl.arange(0, T)
+    d, some = _channels(D, BD)
+    of, w = table + g * 4 * (C + 1), w_of + g.to(tl.int64) * rows
+    base = chunk * C
+    end = tl.load(stop + base)
+    acc = tl.zeros((T, BD), tl.float32)
+    for step in range(0, tl.minimum(end + 1, C), T):
+        there = (step + i <= end) & (step + i < C)
+        factors = tl.load(of + step + i, mask=there, other=0.0) * _inverse(w, base + step + i, there)
+        acc = _weighted(acc, dy + g * D, heads * D, base + step, factors, d, some)
+    a = tl.sum(acc, 0)
+    if ENDED:
+        if end < C:
+            a += _given(d_ended, tl.load(last + base + end), w, base + end, g, heads, d, some, D) * tl.load(of + end)
+    f = tl.where(end == C, tl.load(of + C), 0.0)
+    _store_effect(effects, chunk, g, heads, a, 0.0, 0.0, f, 0.0, d, some, D)
+
+
+@triton.jit
+def _given(d_ended, b, w, n, g, heads, d, some, D: tl.constexpr):
+    """[BD]: the gradient of S of row n through the state after it, if sequence b >= 0 ends there."""
+    place = tl.maximum(b, 0).to(tl.int64) * heads + g
+    return tl.load(d_ended + place * D + d, mask=some & (b >= 0), other=0.0) * _inverse(w, n, b >= 0)
 
 
 @triton.jit
 def gradients(
-    dy, d_ended, x, row_stride, head_stride, y, w_of, rate_of, source, last, carry, begins, dx, d_carry, dw_of,
-    rows, heads, BEGUN: tl.constexpr, ENDED: tl.constexpr, LEARNT: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, C: tl.constexpr, U: tl.constexpr,
+    dy, d_ended, x, row_stride, head_stride, y, w_of, table, source, last, first, stop, carry, begins, dx, d_carry,
+    dw_of, rows, heads, C, BEGUN: tl.constexpr, ENDED: tl.constexpr, LEARNT: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of x [R, G, D], of the carry's mean [B, G, D] and, if LEARNT, of each row's W [R, G].
+    """Gradients of x [R, G, D], of the carry's mean [B, G, D] and, if LEARNT, of each row's W [D / BD, G, R], in parts
+    that are to be added. Programs as those of `means`, from the last row to the first.
 
     With A_t the gradient of S_t: dx_t = A_t and dW_t = -A_t (x_t - y_(t-1)) / W_t; y_(t-1) does not depend on W_t.
     """
-    chunk, g = tl.program_id(0), tl.program_id(1)
-    d = tl.arange(0, BD)
-    some = d < D
-    rate = tl.load(rate_of + g).to(tl.float32)
+    g = tl.program_id(0)
+    i = tl.arange(0, T)
+    d, some = _channels(D, BD)
+    of, w = table + g * 4 * (C + 1), w_of + g.to(tl.int64) * rows
+    dw = dw_of + (tl.program_id(1).to(tl.int64) * heads + g) * rows
+    ahead = i[None, :] - i[:, None]
+    upper = tl.load(of + ahead, mask=ahead >= 0, other=0.0)
     a = tl.zeros((BD,), tl.float32)
     if BEGUN:
+        chunk = tl.program_id(2)
+        base = chunk * C
+        end = tl.minimum(base + C, rows)
+        start = base
         place = chunk.to(tl.int64) * heads + g
         a = tl.load(begins[0] + place * D + d, mask=some, other=0.0)
-    for back in range(0, C, U):
-        at = chunk * C + C - 1 - back
-        grads, totals, ons, xs, ys = (), (), (), (), ()
-        for u in tl.static_range(U):
-            n = at - u
-            grad, total = _gradient(dy, d_ended, n, w_of, last, rows, g, heads, d, some, D, ENDED)
-            grads, totals = grads + (grad,), totals + (total,)
-            ons = ons + (_goes_on(source, n + 1, rows),)
+    else:
+        base, end = 0, tl.program_id(2) + 1
+        start = tl.where(tl.load(stop + end - 1) == end - 1, tl.load(first + end - 1), end)
+    while end > start:
+        at = tl.maximum(base + tl.maximum(tl.load(first + end - 1), 0), end - T)
+        size = end - at
+        kind = tl.load(source + at)
+        on = (tl.load(stop + end - 1) > end - 1 - base).to(tl.int32)  # the run goes on after this piece
+        if on == 0:
+            a = tl.zeros((BD,), tl.float32)
+            if ENDED:
+                a = _given(d_ended, tl.load(last + end - 1), w, end - 1, g, heads, d, some, D)
+        here = i < size
+        there = here[:, None] & some[None, :]
+        row = at.to(tl.int64) * heads + g
+        cells = i[:, None] * (heads * D) + d[None, :]
+        inverse = _inverse(w + at, i, here)
+        part = tl.load(of + size - 1 + on - i, mask=here, other=0.0)
+        real = there & (kind != PADDING)
+        from_x = x + at.to(tl.int64) * row_stride + g.to(tl.int64) * head_stride
+        if LEARNT:  # read early: all loads of a piece are under way together
+            follows = real & ((i > 0) | (kind == GOES_ON))[:, None]
+            own = tl.load(from_x + i[:, None] * row_stride + d[None, :], mask=follows, other=0.0).to(tl.float32)
+            before = tl.load(y + (row - heads) * D + cells, mask=follows, other=0.0).to(tl.float32)
+        grads = _times(upper * inverse[None, :], tl.load(dy + row * D + cells, mask=real, other=0.0))
+        grads += part[:, None] * a[None, :]
+        tl.store(dx + row * D + cells, grads.to(dx.dtype.element_ty), mask=there)
+        a = tl.sum(tl.where(i[:, None] == 0, grads, 0.0), 0)
+        if LEARNT:
+            moved = tl.sum(grads * (own - before), 1)
+            tl.store(dw + at + i, -moved * inverse, mask=here & ((i > 0) | (kind < CARRIED)))
+        if kind >= CARRIED:
+            mean0, w0 = _carried_mean(carry, kind, g, heads, d, some, D)
+            to = d_carry + (kind.to(tl.int64) * heads + g) * D + d
+            tl.store(to, a * (tl.load(of + 1) * w0), mask=some)
             if LEARNT:
-                there = some & (n < rows)
-                xs = xs + (tl.load(x + n.to(tl.int64) * row_stride + g.to(tl.int64) * head_stride + d, mask=there),)
-                before = (n - 1).to(tl.int64) * heads + g
-                ys = ys + (tl.load(y + before * D + d, mask=there & (n > 0), other=0.0),)
-        for u in tl.static_range(U):
-            n = at - u
-            a = grads[u] + tl.where(ons[u], rate * a, 0.0)
-            there = n < rows
-            place = n.to(tl.int64) * heads + g
-            tl.store(dx + place * D + d, a.to(dx.dtype.element_ty), mask=some & there)
-            kind = tl.load(source + n, mask=there, other=-3)
-            held = kind >= CARRIED
-            from_carry = tl.maximum(kind, 0).to(tl.int64) * heads + g
-            w0 = tl.load(carry[1] + from_carry, mask=held, other=0.0)
-            tl.store(d_carry + from_carry * D + d, a * rate * w0, mask=some & held)
-            if LEARNT:
-                before = tl.load(carry[0] + from_carry * D + d, mask=some & held, other=0.0)
-                before = tl.where(kind == GOES_ON, ys[u].to(tl.float32), before)
-                moved = tl.where(some & (kind >= GOES_ON), xs[u].to(tl.float32) - before, 0.0)
-                dw = -tl.sum(a * moved, 0) / tl.maximum(totals[u], 1.0)
-                tl.store(dw_of + place, dw, mask=there)
+                x0 = tl.load(from_x + d, mask=some, other=0.0).to(tl.float32)
+                tl.store(dw + at, -tl.sum(a * (x0 - mean0), 0) * _inverse(w, at, True))
+        end = at
