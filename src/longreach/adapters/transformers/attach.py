@@ -88,9 +88,9 @@ def attach(
         ops use the one of the same name if they have it, else "auto". "numba" is for `ops.attend` only.
         On a GPU, sequences of different lengths share the work evenly up to 1024 sequences x KV heads. A larger batch
         takes as long as its longest sequence.
-    loop: who steps through an answer in model.generate. "plain": transformers. "auto": longreach, by captured steps as in
-        longreach.generate, where that gives the tokens of transformers' own loop, else transformers; the report names
-        the reason. "captured": the same, but where transformers would have to, Unsupported.
+    loop: who steps through an answer in model.generate. "plain": transformers. "auto": longreach, by captured steps as
+        in longreach.generate, where that gives the tokens of transformers' own loop, else transformers; the report
+        names the reason. "captured": the same, but where transformers would have to, Unsupported.
 
     The model is used as before: forward, generate (greedy, sampling, padding, prefill_chunk_size).
     Raises UnknownName, InvalidInput, Unsupported (names the feature of the model that longreach lacks) and
