@@ -80,12 +80,14 @@ class Report:
     """A session's reads by layer. `print(report)` shows a table; `to_json` returns the numbers.
 
     memory: where keys and values of the last pass over a cache with `CacheConfig(host=True)` lie; None without one.
-    plans: those that the session found or made itself.
+    plans: those that the session found or made itself. plain_reason: why transformers' own loop made the last answer of
+    model.generate, where captured steps were allowed; else None.
     """
 
     layers: tuple[LayerReport, ...]
     memory: MemoryUse | None = None
     plans: tuple[PlanReport, ...] = ()
+    plain_reason: str | None = None
 
     def computed_by(self, impl: str, layers: Collection[int]) -> tuple[int, ...]:
         """Of these layers, those of which an implementation computed some op in a decode step."""
@@ -108,8 +110,9 @@ class Report:
                 del row["notes"]
         memory = {} if self.memory is None else {"memory": self.memory.to_json()}
         plans = {"plans": [asdict(plan) for plan in self.plans]} if self.plans else {}
+        plain = {} if self.plain_reason is None else {"plain_reason": self.plain_reason}
         shares: dict[str, Any] = {phase: self.fraction(phase) for phase in PHASES}
-        return {**shares, **memory, **plans, "layers": rows}
+        return {**shares, **memory, **plans, **plain, "layers": rows}
 
     def __str__(self) -> str:
         shares = "".join(f"{name:>9}" for name in ("K", "V", "meta"))
@@ -133,4 +136,6 @@ class Report:
         if self.memory is not None:
             lines.append(str(self.memory))
         lines += map(str, self.plans)
+        if self.plain_reason is not None:
+            lines.append(f"model.generate: steps were not captured: {self.plain_reason}")
         return "\n".join(lines)

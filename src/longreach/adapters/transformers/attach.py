@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,7 @@ from longreach.adapters.transformers.rotary import attention_modules, find_rotat
 from longreach.adapters.transformers.step import ModelFacts, PassCache, Step, current, entered, plain_append
 from longreach.cache import CacheConfig, MemoryUse
 from longreach.cache.host import gib
-from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
+from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
 from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
@@ -55,6 +55,8 @@ from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook
 
 MARK = "_longreach_session"
+ROUND = 256  # tokens to which `static_cache` rounds a cache's size up, so that similar prompts share a captured step
+Loop = Literal["auto", "captured", "plain"]
 ATTENTION = "_attn_implementation_internal"  # the field of transformers' configurations that names their attention
 _ABSENT = object()
 
@@ -68,6 +70,7 @@ def attach(
     evict: str | Eviction | None = None,
     cache: CacheConfig | None = None,
     impl: str = "auto",
+    loop: Loop = "plain",
     **unknown: Any,
 ) -> Session:
     """A session in which methods compute `model`'s attention until it is closed (use it with `with`).
@@ -85,6 +88,9 @@ def attach(
         ops use the one of the same name if they have it, else "auto". "numba" is for `ops.attend` only.
         On a GPU, sequences of different lengths share the work evenly up to 1024 sequences x KV heads. A larger batch
         takes as long as its longest sequence.
+    loop: who steps through an answer in model.generate. "plain": transformers. "auto": longreach, by captured steps as
+        in longreach.generate, where that gives the tokens of transformers' own loop, else transformers; the report
+        names the reason. "captured": the same, but where transformers would have to, Unsupported.
 
     The model is used as before: forward, generate (greedy, sampling, padding, prefill_chunk_size).
     Raises UnknownName, InvalidInput, Unsupported (names the feature of the model that longreach lacks) and
@@ -94,7 +100,9 @@ def attach(
     eviction = choose_eviction(evict)
     fusion, method = choose_fusion(fuse), choose("prefill", prefill)
     check_fusion(fusion, method)
-    return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion, eviction)
+    if loop not in get_args(Loop):
+        raise UnknownName("loop", str(loop), get_args(Loop))
+    return Session(model, method, choose("decode", decode), cache or CacheConfig(), impl, fusion, eviction, loop)
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -124,7 +132,7 @@ class Session:
 
     def __init__(
         self, model: PreTrainedModel, prefill: AttentionMethod, decode: AttentionMethod, cache: CacheConfig, impl: str,
-        fuse: Fusion | None = None, evict: Eviction | None = None,
+        fuse: Fusion | None = None, evict: Eviction | None = None, loop: Loop = "plain",
     ):  # fmt: skip
         decoder = decoder_of(model)
         if MARK in decoder.__dict__ or decoder.config._attn_implementation == NAME:
@@ -151,7 +159,8 @@ class Session:
                 f"leave evict out"
             )
         self.model, self.prefill, self.decode, self.cache_config = model, prefill, decode, cache
-        self.fuse, self.evict = fuse, evict
+        self.fuse, self.evict, self.loop = fuse, evict, loop
+        self.plain_reason: str | None = None  # why transformers stepped through the last answer of model.generate
         IMPLEMENTATIONS.check(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
@@ -264,7 +273,7 @@ class Session:
         report, memory = self.ledger.report(method), self._memory
         if memory is not None:
             memory = replace(memory, cpu_layers=report.computed_by("cpu", memory.host_layers))
-        return replace(report, memory=memory, plans=self._plans.reports())
+        return replace(report, memory=memory, plans=self._plans.reports(), plain_reason=self.plain_reason)
 
     def reset_report(self) -> None:
         """Start counting from zero. A pass that is running is counted whole when it ends."""
@@ -336,6 +345,20 @@ class Session:
         check_host_attend(kept, self.model.device, self.impl)
         resident = self.resident_layers() if kept.host else ()
         return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident)
+
+    def static_cache(self, batch: int, columns: int) -> LongreachCache:
+        """An empty cache that the session keeps for this batch, with room for the columns."""
+        kept, config = self.static_caches.get(batch), self.cache_config
+        room = config.capacity or -(-columns // ROUND) * ROUND
+        placed = kept is not None and (not config.host or kept.resident == self.resident_layers())
+        if kept is not None and placed and (kept.kv.config.capacity or 0) >= room:
+            kept.empty()
+            return kept
+        self.static_caches.pop(batch, None)
+        kept = None  # its memory goes before more is taken
+        fresh = self.new_cache(batch, replace(config, capacity=room))
+        self.static_caches[batch] = fresh
+        return fresh
 
     def resident_layers(self) -> frozenset[int]:
         """Layers that stay in GPU memory first, with `CacheConfig(host=True)`: those with a sliding window, and those

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
@@ -15,7 +15,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
-from longreach.methods.base import AttentionMethod
+
+if TYPE_CHECKING:
+    from longreach.adapters.transformers.attach import Session
 
 OTHER_SEARCHES = (  # settings that choose another search than greedy and sampling
     "assistant_model",
@@ -55,16 +57,6 @@ class PhaseTracker:
         return self.prompt_done and past > 0
 
 
-class Generating(Protocol):
-    """A session, as far as `generate` needs it."""
-
-    model: PreTrainedModel
-    prefill: AttentionMethod
-    decode: AttentionMethod
-
-    def prompt_end(self, columns: int | None) -> AbstractContextManager[PhaseTracker]: ...
-
-
 class _PromptDone(LogitsProcessor):
     """Called before the first token is chosen: all tokens read until then are the prompt."""
 
@@ -78,7 +70,7 @@ class _PromptDone(LogitsProcessor):
         return scores
 
 
-def wrap_generate(session: Generating, generate: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..., Any]:
     """`generate` of the session's model, for as long as the session lasts."""
     signature = inspect.signature(generate)
     rest = next((n for n, p in signature.parameters.items() if p.kind is p.VAR_KEYWORD), "")
@@ -94,6 +86,7 @@ def wrap_generate(session: Generating, generate: Callable[..., Any]) -> Callable
         cache = given.get("past_key_values")
         if cache is not None and not isinstance(cache, LongreachCache):
             raise Unsupported(foreign_cache(cache))
+        captured = _captured_loop(session, given)
         with session.prompt_end(None) as phases:
             phases.room = _room(session.model, given)
             if given.get("use_cache") is False and session.prefill != session.decode:
@@ -104,10 +97,31 @@ def wrap_generate(session: Generating, generate: Callable[..., Any]) -> Callable
             given["logits_processor"] = LogitsProcessorList(
                 [*(given.get("logits_processor") or ()), _PromptDone(phases)]
             )
+            if captured is not None:
+                given["custom_generate"] = captured
             with memory_errors(), nullcontext() if cache is None else cache.restored_on_error(states=True):
                 return generate(**given)
 
     return wrapped
+
+
+def _captured_loop(session: Session, given: dict[str, Any]) -> Callable[..., Any] | None:
+    """The loop over tokens that replaces transformers' own in this call, None where that stays. Notes the reason.
+
+    Raises Unsupported where the session wants captured steps only.
+    """
+    from longreach.adapters.transformers.loop.model_generate import loop_of, why_not_captured
+
+    session.plain_reason = None
+    if session.loop == "plain":
+        return None
+    setting = functools.partial(_first, _settings(session.model, given))
+    why = session.plain_reason = why_not_captured(session, setting, given.get("past_key_values"))
+    if why is None:
+        return loop_of(session, given.get("streamer"), session.static_cache)
+    if session.loop == "captured":
+        raise Unsupported(f"loop='captured': transformers' own loop would have to step through this answer: {why}")
+    return None
 
 
 def refuse_serving(name: str) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from typing import Any
 from longreach.errors import InvalidInput, UnknownName
 from longreach.methods.registry import options_of
 
-ATTACHING = ("fuse", "prefill", "decode", "evict", "cache", "impl")  # options of `attach`
+ATTACHING = ("fuse", "prefill", "decode", "evict", "cache", "impl", "loop")  # options of `attach`
 
 
 def refuse_options(of: str, unknown: dict[str, Any], slots: dict[str, Any], more: tuple[str, ...] = ()) -> None:

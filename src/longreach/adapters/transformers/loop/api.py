@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -24,8 +24,6 @@ from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.options import ATTACHING, refuse_options
 from longreach.errors import InvalidInput
 from longreach.ops.types import describe
-
-ROUND = 256  # tokens to which the loop's own caches round their size up, so that similar prompts share a captured step
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ def generate(
     )
 
     with session.prompt_end(ids.shape[1]), memory_errors():
-        cache = past_key_values or _own_cache(session, ids.shape[0], ids.shape[1] + max_new_tokens)
+        cache = past_key_values or session.static_cache(ids.shape[0], ids.shape[1] + max_new_tokens)
         cache.check_observed(session.decode)
         with cache.restored_on_error(states=True):
             started = now(model)
@@ -210,19 +208,3 @@ def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) 
     if not bool(mask[:, -1].all()):
         raise InvalidInput(PADDED_END)
     return ids, mask
-
-
-def _own_cache(session: Session, batch: int, columns: int) -> LongreachCache:
-    """An empty cache that the session keeps, with room for the columns."""
-    kept = session.static_caches.get(batch)
-    config = session.cache_config
-    room = config.capacity or -(-columns // ROUND) * ROUND
-    placed = kept is not None and (not config.host or kept.resident == session.resident_layers())
-    if kept is not None and placed and (kept.kv.config.capacity or 0) >= room:
-        kept.empty()
-        return kept
-    session.static_caches.pop(batch, None)
-    kept = None  # its memory goes before more is taken
-    fresh = session.new_cache(batch, replace(config, capacity=room))
-    session.static_caches[batch] = fresh
-    return fresh

@@ -33,6 +33,8 @@ class DecodeRun:
     graph: whether the step is captured, as in `generate`. compile: see `loop.compile`.
     exactly: steps past an end must be rolled back, which state may refuse; so with state, and tokens that end an
     answer, no step runs ahead.
+    finished: bool [B] on the device, sequences that have ended with the token that `choose` has just given; in place of
+    `ends`. With it and `exactly` no step runs ahead.
 
     Afterwards: captured, how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
     attentions; None: uncaptured). not_captured_reason: why they were not one graph. setup_seconds: of the first steps,
@@ -52,6 +54,7 @@ class DecodeRun:
         graph: GraphOption = None,
         compile: str = "auto",
         exactly: bool = False,
+        finished: Callable[[], Tensor] | None = None,
     ):
         self.session, self.new, self.ends, self.choose = session, new, ends, choose
         self._capture, self._why_not = capture_for(session, graph)
@@ -60,7 +63,7 @@ class DecodeRun:
             raise Unsupported(
                 f"compile={compile!r} needs a captured step, and this one is not: {self._why_not}; leave compile out"
             )
-        self._exactly = exactly
+        self._exactly, self._finished = exactly, finished
         self._decoder: Decoder | None = None
         self._replayed = self._setup_steps = self._steps = 0
         self.setup_seconds = self.evict_seconds = self.decode_seconds = 0.0
@@ -104,9 +107,7 @@ class DecodeRun:
             if early:
                 cache.check_eviction()
             chosen, count = self.choose(logits), 1
-            ends = torch.tensor(self.ends.eos, dtype=torch.int64)
-            first = chosen.to("cpu", copy=True)
-            done = torch.isin(first, ends)
+            first, done = self._ended(self._noted(chosen).to("cpu", copy=True))
             yield first
             if count == self.new or bool(done.all()):
                 return
@@ -125,20 +126,31 @@ class DecodeRun:
                 decoder = self._decoder = make()
                 run.enter_context(decoder.run(self.ends, self.new - 1))
                 decoder.take(chosen)
-                wait = self._exactly and self.ends.eos and cache.states.states()
-                back = read_back(decoder.token, ahead=0 if wait else None)
+                wait = self._exactly and (self._finished or (self.ends.eos and cache.states.states()))
+                back = read_back(self._noted(decoder.token), ahead=0 if wait else None)
                 while True:
                     last = self._setting_up or count + back.pending >= self.new
-                    for token in back.ready(last=last):
+                    for noted in back.ready(last=last):
                         count += 1
-                        done |= torch.isin(token, ends)
+                        token, now_done = self._ended(noted)
+                        done |= now_done
                         yield token
                         if count == self.new or bool(done.all()):
                             return
                     self._step(decoder)
-                    back.note(decoder.token)
+                    back.note(self._noted(decoder.token))
         finally:
             self.decode_seconds = now(self.session.model) - started - self.setup_seconds
+
+    def _noted(self, token: Tensor) -> Tensor:
+        """What is read back of a step: its tokens [B], with `finished` also whether each was the last, [2, B]."""
+        return token if self._finished is None else torch.stack([token, self._finished().to(token)])
+
+    def _ended(self, noted: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B], and bool [B]: which of them end an answer. On the host."""
+        if self._finished is not None:
+            return noted[0], noted[1].bool()
+        return noted, torch.isin(noted, torch.tensor(self.ends.eos, dtype=torch.int64))
 
     def _decoder_of(self, cache: LongreachCache) -> Callable[[], Decoder]:
         return lambda: decoder_for(
