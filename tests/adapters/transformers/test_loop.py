@@ -18,10 +18,10 @@ from longreach.adapters.transformers.loop import compile as compiling
 from longreach.adapters.transformers.loop import run as running
 from longreach.adapters.transformers.loop.compile import experts_on_device
 from longreach.cache import KVCache
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.registry import names
 from longreach.testing.divergence import assert_tied
-from longreach.testing.tiny import PAD_ID, VOCABULARY, from_config, random_tokens, tiny_model
+from longreach.testing.tiny import PAD_ID, VOCABULARY, from_config, random_tokens, tiny_model, tiny_tokenizer
 from tests.adapters.transformers.reference import (
     STEPS,
     eager_batch,
@@ -84,6 +84,51 @@ def test_again_with_the_same_step_and_with_longer_prompts(cache: CacheConfig) ->
     want = eager_batch("gemma2").answer.tokens
     assert torch.equal(first.tokens, want) and torch.equal(second.tokens, want) and longer.tokens.shape[1] == 1
     assert torch.equal(one.tokens, eager_one("gemma2").answer.tokens)
+
+
+SHAPED: dict[str, dict[str, Any]] = {
+    "penalties": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+    "least": {"min_new_tokens": 9, "eos_token_id": list(range(3, 200))},
+    "sampled": {"do_sample": True, "temperature": 1.3, "min_p": 0.05, "num_return_sequences": 2},
+    "strings": {"stop_strings": ["o", "w"], "tokenizer": tiny_tokenizer()},
+    "criteria": {"stopping_criteria": [lambda ids, scores, **rest: (ids == ids[:, -1:]).sum(1) > 2]},
+    "chunks": {"repetition_penalty": 1.3, "prefill_chunk_size": 16},
+}
+
+
+@pytest.mark.parametrize("name", SHAPED)
+def test_arguments_that_transformers_applies(name: str) -> None:
+    model, (tokens, mask) = model_of("llama"), padded_batch()
+    options = {"max_new_tokens": STEPS, "pad_token_id": PAD_ID, **SHAPED[name]}
+    torch.manual_seed(5)
+    want = model.generate(tokens, attention_mask=mask, **{"do_sample": False, **options})
+    with attach(model) as session:
+        for _ in range(2):
+            torch.manual_seed(5)
+            got = generate(session, tokens, mask, **options)
+            assert torch.equal(got.sequences, want) and got.prompt == tokens.shape[1]
+        assert got.steps > 0 and got.prefill_seconds > 0 and got.decode_seconds > 0
+
+
+def test_shaped_answers_continue_a_cache_and_leave_it_as_before_an_error() -> None:
+    model = model_of("llama")
+    options: dict[str, Any] = {"max_new_tokens": 8, "repetition_penalty": 1.3}
+    with attach(model, decode="mac") as session:
+        cache = session.new_cache()
+        first = generate(session, prompt(), past_key_values=cache, **options).sequences
+        assert cache.columns == first.shape[1] - 1
+        longer = torch.cat([first, random_tokens(1, 5, seed=4)], 1)
+        with pytest.raises(ZeroDivisionError):
+            generate(session, longer, past_key_values=cache, logits_processor=[lambda ids, scores: 1 // 0], **options)
+        assert cache.columns == first.shape[1] - 1
+        second = generate(session, longer, past_key_values=cache, **options).sequences
+        fresh = generate(session, longer, **options).sequences
+    assert torch.equal(second, fresh)
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(InvalidInput, match="stop_strings: give tokenizer= too"):
+        generate(model_of("llama"), prompt(), max_new_tokens=2, stop_strings=["a"])
 
 
 def scaled_by_length() -> Any:

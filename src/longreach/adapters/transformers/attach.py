@@ -166,6 +166,7 @@ class Session:
         self.ledger = Ledger()
         self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)
         self.next_step: Step | None = None  # the next pass, if the decode loop or fusion has made it
+        self.next_loop: Any = None  # the loop over tokens of the next generate, if longreach.generate has made it
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
         types = getattr(text_config(model), "layer_types", None)

@@ -110,15 +110,17 @@ def _captured_loop(session: Session, given: dict[str, Any]) -> Callable[..., Any
 
     Raises Unsupported where the session wants captured steps only.
     """
-    from longreach.adapters.transformers.loop.model_generate import loop_of, why_not_captured
+    from longreach.adapters.transformers.loop.model_generate import StepLoop, why_not_captured
 
     session.plain_reason = None
+    if session.next_loop is not None:
+        return session.next_loop
     if session.loop == "plain":
         return None
     setting = functools.partial(_first, _settings(session.model, given))
     why = session.plain_reason = why_not_captured(session, setting, given.get("past_key_values"))
     if why is None:
-        return loop_of(session, given.get("streamer"), session.static_cache)
+        return StepLoop(session, given.get("streamer"))
     if session.loop == "captured":
         raise Unsupported(f"loop='captured': transformers' own loop would have to step through this answer: {why}")
     return None

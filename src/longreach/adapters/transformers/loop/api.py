@@ -11,15 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation.stopping_criteria import StopStringCriteria
 
 from longreach.adapters.transformers.attach import MARK, Session, attach
 from longreach.adapters.transformers.generate import PADDED_END
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.decoder import Capture, vocabulary_of
+from longreach.adapters.transformers.loop.model_generate import StepLoop
 from longreach.adapters.transformers.loop.prefill import prefill
 from longreach.adapters.transformers.loop.run import DecodeRun, GraphOption, count_of, now
 from longreach.adapters.transformers.loop.sampling import Sampler, ends_of, greedy
-from longreach.adapters.transformers.loop.settings import refuse_settings
+from longreach.adapters.transformers.loop.settings import HANDED_ON, by_transformers
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.options import ATTACHING, refuse_options
 from longreach.errors import InvalidInput
@@ -79,7 +81,7 @@ def generate(
     streamer: Any = None,
     graph: GraphOption = None,
     compile: str = "auto",
-    **attaching: Any,
+    **more: Any,
 ) -> Generated:
     """Continue input_ids [B, T] (padded on the left where attention_mask [B, T] is 0) by up to max_new_tokens.
 
@@ -88,8 +90,12 @@ def generate(
     shape and reused by later calls. Tokens are read back a few steps late, so the GPU never waits. Steps that ran past
     an end are rolled back, but the report counts what they read.
 
-    session: the session of `attach`, or a model. To a model longreach is attached for this call, with the remaining
-        keywords (prefill=, decode=, cache=, impl=).
+    session: the session of `attach`, or a model. To a model longreach is attached for this call, with the keywords of
+        `attach` among the remaining ones (prefill=, decode=, cache=, impl=).
+    more: the keywords of attach, and of transformers' generate: repetition_penalty, min_p, no_repeat_ngram_size,
+        suppress_tokens, min_new_tokens, stop_strings with tokenizer, num_return_sequences, logits_processor,
+        stopping_criteria and others. transformers then chooses the tokens, at the cost of its own launches for each
+        step; so it does if the model's generation config has such a setting.
     do_sample: sample, else greedy. temperature, top_k, top_p: as in transformers, default the model's generation
         config. generator: default torch's own.
     eos_token_id: tokens that end an answer, () for none. pad_token_id: after an end. Default: the generation config's.
@@ -105,9 +111,11 @@ def generate(
 
     Raises InvalidInput, CapacityError, OutOfMemory, ConcurrentUse (another generate runs on the session),
     UnknownName (an option, method or compile mode), Unsupported (graph or compile="compile" on a device without them; a
-    model whose step cannot be captured; a setting of the generation config that would choose other tokens, such as a
-    repetition penalty). After any error, Ctrl-C included, session and cache are as before the call.
+    model whose step cannot be captured; beam search; guidance_scale). After any error, Ctrl-C included, session and
+    cache are as before the call.
     """
+    handed_on = {name: more[name] for name in HANDED_ON if name in more}
+    attaching = {name: value for name, value in more.items() if name not in HANDED_ON}
     unknown = {name: value for name, value in attaching.items() if name not in ATTACHING}
     refuse_options("generate", unknown, attaching, OPTIONS)
     if attaching.get("fuse") not in (None, "none"):
@@ -118,7 +126,7 @@ def generate(
                 made, input_ids, attention_mask, max_new_tokens=max_new_tokens, do_sample=do_sample,
                 temperature=temperature, top_k=top_k, top_p=top_p, generator=generator, eos_token_id=eos_token_id,
                 pad_token_id=pad_token_id, prefill_chunk_size=prefill_chunk_size, past_key_values=past_key_values,
-                streamer=streamer, graph=graph, compile=compile,
+                streamer=streamer, graph=graph, compile=compile, **handed_on,
             )  # fmt: skip
     if attaching:
         raise InvalidInput(f"{', '.join(attaching)}: the session was attached already; give them to attach")
@@ -129,7 +137,7 @@ def generate(
         raise InvalidInput(f"do_sample: expected True or False, got {do_sample!r}")
     if not isinstance(graph, bool) and graph not in (None, "piecewise"):
         raise InvalidInput(f"graph: expected True, False, None or 'piecewise', got {graph!r}")
-    refuse_settings(model, sampled=do_sample)
+    shaped = by_transformers(model, sampled=do_sample, given=handed_on) or bool(handed_on)
     ids, mask = _prompt(session, input_ids, attention_mask, past_key_values)
     count_of("max_new_tokens", max_new_tokens)
     if prefill_chunk_size is not None:
@@ -138,6 +146,18 @@ def generate(
     if not do_sample and any(x is not None for x in (temperature, top_k, top_p, generator)):
         raise InvalidInput("temperature, top_k, top_p and generator are for sampling; give do_sample=True too")
     choose = Sampler(model, temperature, top_k, top_p, generator) if do_sample else greedy
+    if shaped:
+        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, **handed_on}
+        given = {name: value for name, value in given.items() if value is not None}
+        if ends.eos or model.generation_config.eos_token_id is not None:  # with ends transformers pads behind all stops
+            given["eos_token_id"] = list(ends.eos)
+        loop = StepLoop(session, streamer, generator, graph, compile)
+        sequences = _shaped(
+            loop, ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=do_sample, streamer=streamer,
+            pad_token_id=ends.pad, prefill_chunk_size=prefill_chunk_size, past_key_values=past_key_values, **given,
+        )  # fmt: skip
+        assert loop.run is not None
+        return _made(sequences, ids.shape[1], loop.run, loop.prefill_seconds)
     run = DecodeRun(
         session, max_new_tokens, ends, choose, graph=graph, compile=compile, exactly=past_key_values is not None
     )
@@ -162,15 +182,35 @@ def generate(
             if streamer is not None:
                 streamer.end()
             cache.drop_columns(cache.columns - (ids.shape[1] + len(kept) - 1))
+    return _made(torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run, prefill_seconds)
+
+
+def _made(sequences: Tensor, prompt: int, run: DecodeRun, prefill_seconds: float) -> Generated:
     return Generated(
-        torch.cat([ids, torch.stack(kept, 1).to(ids.device)], 1), ids.shape[1], run.captured, run.not_captured_reason,
-        run.compile,
-        prefill_seconds, run.setup_seconds, run.decode_seconds, run.steps,
-        run.evict_seconds,
+        sequences, prompt, run.captured, run.not_captured_reason, run.compile, prefill_seconds, run.setup_seconds,
+        run.decode_seconds, run.steps, run.evict_seconds,
     )  # fmt: skip
 
 
-OPTIONS = tuple(name for name in signature(generate).parameters if name not in ("session", "attaching"))
+def _shaped(loop: StepLoop, ids: Tensor, *, tokenizer: Any = None, **options: Any) -> Tensor:
+    """int64 [B, T + new]: prompts and answers, by transformers' generate with this loop over the tokens."""
+    session = loop.session
+    if strings := options.pop("stop_strings", None):
+        if tokenizer is None:
+            raise InvalidInput("stop_strings: give tokenizer= too, which says how tokens spell them")
+        criteria = [*(options.get("stopping_criteria") or ()), StopStringCriteria(tokenizer, strings)]
+        options["stopping_criteria"] = criteria
+    session.next_loop = loop
+    try:
+        found: Tensor = session.model.generate(  # type: ignore[operator]
+            ids, use_cache=True, return_dict_in_generate=False, **options
+        )
+    finally:
+        session.next_loop = None
+    return found
+
+
+OPTIONS = (*(name for name in signature(generate).parameters if name not in ("session", "more")), *HANDED_ON)
 
 
 def _prompt(session: Session, ids: Any, mask: Any, past: LongreachCache | None) -> tuple[Tensor, Tensor]:

@@ -54,10 +54,12 @@ class _Chooser:
     ids: the tokens so far, in a buffer [B, most]. finished: bool [B], sequences that have ended.
     """
 
-    def __init__(self, ids: Tensor, most: int, processors: Any, stopping: Any, config: Any):
+    def __init__(
+        self, ids: Tensor, most: int, processors: Any, stopping: Any, config: Any, generator: torch.Generator | None
+    ):
         self._ids = torch.cat([ids, ids.new_zeros(len(ids), most - ids.shape[1])], 1)
         self._count, self._stopping, self._processors = ids.shape[1], stopping, processors
-        self._draw = bool(config.do_sample)
+        self._draw, self._generator = bool(config.do_sample), generator
         self._pad = None
         if any(hasattr(each, "eos_token_id") for each in stopping):
             self._pad = config._pad_token_tensor.to(ids.device)
@@ -66,7 +68,10 @@ class _Chooser:
     def __call__(self, logits: Tensor) -> Tensor:
         ids = self._ids[:, : self._count]
         scores = self._processors(ids, logits.to(device=ids.device, dtype=torch.float32, copy=True))
-        chosen = torch.multinomial(scores.softmax(-1), 1)[:, 0] if self._draw else scores.argmax(-1)
+        if self._draw:
+            chosen = torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[:, 0]
+        else:
+            chosen = scores.argmax(-1)
         if self._pad is not None:
             chosen = torch.where(self.finished, self._pad, chosen)
         self._ids[:, self._count] = chosen
@@ -79,42 +84,60 @@ class _Chooser:
         return self._ids[:, :columns].clone()
 
 
-def loop_of(session: Session, streamer: Any, own_cache: Callable[[int, int], LongreachCache]) -> Callable[..., Tensor]:
-    """What `generate` takes as `custom_generate`: the loop over tokens.
+class StepLoop:
+    """What transformers' generate takes as `custom_generate`: the loop over the tokens of an answer. For one call.
 
-    own_cache: an empty cache of the session for a batch and a number of columns.
+    streamer: as generate takes it. generator: of draws, default torch's own.
+    graph, compile: as in `longreach.generate`.
+    Afterwards: run, and the seconds that reading the prompt took.
     """
 
-    def loop(
-        model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
+    def __init__(
+        self, session: Session, streamer: Any = None, generator: torch.Generator | None = None,
+        graph: running.GraphOption = None, compile: str = "auto",
+    ):  # fmt: skip
+        self.session, self.streamer, self.generator, self.graph, self.compile = (
+            session,
+            streamer,
+            generator,
+            graph,
+            compile,
+        )
+        self.run: running.DecodeRun | None = None
+        self.prefill_seconds = 0.0
+
+    def __call__(
+        self, model: Any, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any,
         **model_kwargs: Any,
     ) -> Tensor:  # fmt: skip
-        given, new = input_ids.shape[1], stopping_criteria.max_length - input_ids.shape[1]
+        """int64 [B, T + new]: prompts and answers."""
+        columns, most = input_ids.shape[1], stopping_criteria.max_length
         passed = isinstance(model_kwargs.get("past_key_values"), LongreachCache)
         if not passed:
             prompts = (input_ids, model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask"))
-            columns = max(x.shape[1] for x in prompts if x is not None)
-            model_kwargs["past_key_values"] = own_cache(len(input_ids), columns + new)
+            room = max(x.shape[1] for x in prompts if x is not None) + most - columns
+            model_kwargs["past_key_values"] = self.session.static_cache(len(input_ids), room)
         cache: LongreachCache = model_kwargs["past_key_values"]
-        prompt = model._prefill(input_ids, generation_config, model_kwargs)
-        choose = _Chooser(input_ids, given + new, logits_processor, stopping_criteria, generation_config)
-        run = running.DecodeRun(
-            session, new, Ends((), 0), choose, finished=lambda: choose.finished,
-            exactly=passed or not _known(logits_processor, stopping_criteria),
+        choose = _Chooser(input_ids, most, logits_processor, stopping_criteria, generation_config, self.generator)
+        run = self.run = running.DecodeRun(
+            self.session, most - columns, Ends((), 0), choose, graph=self.graph, compile=self.compile,
+            exactly=passed or not _known(logits_processor, stopping_criteria), finished=lambda: choose.finished,
         )  # fmt: skip
-        read, made = cache.columns, 0
-        with closing(run.tokens(cache, prompt.logits[:, -1])) as tokens:
-            del prompt  # logits of a whole prompt may be large
-            for token in tokens:
-                made += 1
-                if streamer is not None:
-                    streamer.put(token)
-        if streamer is not None:
-            streamer.end()
-        cache.drop_columns(cache.columns - (read + made - 1))
-        return choose.sequences(given + made)
-
-    return loop
+        with cache.restored_on_error(states=True):
+            started = running.now(model)
+            prompt = model._prefill(input_ids, generation_config, model_kwargs)
+            self.prefill_seconds = running.now(model) - started
+            read, made = cache.columns, 0
+            with closing(run.tokens(cache, prompt.logits[:, -1])) as tokens:
+                del prompt  # logits of a whole prompt may be large
+                for token in tokens:
+                    made += 1
+                    if self.streamer is not None:
+                        self.streamer.put(token)
+            if self.streamer is not None:
+                self.streamer.end()
+            cache.drop_columns(cache.columns - (read + made - 1))
+        return choose.sequences(columns + made)
 
 
 def _known(*parts: Sequence[Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Settings of a generation config that change answers and that the loop lacks: refused or listed by name."""
+"""Settings of transformers' generate that change answers: which the loop has by itself, by transformers, or lacks."""
 
 from __future__ import annotations
 
@@ -47,12 +47,31 @@ def _active(model: Any, idle: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value not in (None, False, idle[name])}
 
 
-def refuse_settings(model: Any, *, sampled: bool) -> None:
-    """Raise Unsupported where transformers' generate would choose other tokens than the loop can."""
+LACKING = {
+    "guidance_scale": "it runs the model twice for a token",
+    "stop_strings": "it needs stop_strings= and tokenizer=",
+}
+# arguments of transformers' generate that longreach.generate hands on
+HANDED_ON = (
+    *(name for name in (*SHAPING, *SAMPLING) if name != "guidance_scale"),
+    "tokenizer",
+    "logits_processor",
+    "stopping_criteria",
+    "num_return_sequences",
+)
+
+
+def by_transformers(model: Any, *, sampled: bool, given: Collection[str] = ()) -> bool:
+    """Whether the model's generation config holds a setting that transformers has to apply.
+
+    given: arguments of the call, which replace the config's. Raises Unsupported for those that the loop lacks.
+    """
     refuse_search(model, {})
-    for name, value in _active(model, SHAPING | SAMPLING if sampled else SHAPING).items():
-        raise Unsupported(
-            f"{name}={value!r} in the model's generation config: longreach.generate does not have it, and its "
-            f"answers would differ from transformers'; use model.generate with longreach attached, or set "
-            f"model.generation_config.{name} = None"
-        )
+    found = _active(model, SHAPING | SAMPLING if sampled else SHAPING)
+    for name, why in LACKING.items():
+        if name in found and name not in given:
+            raise Unsupported(
+                f"{name}={found[name]!r} in the model's generation config: longreach.generate does not apply it, as "
+                f"{why}; use model.generate with longreach attached, or set model.generation_config.{name} = None"
+            )
+    return bool(found)
