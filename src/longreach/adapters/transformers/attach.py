@@ -38,6 +38,7 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.mask import Mask
 from longreach.adapters.transformers.oom import memory_errors, stream_captures
 from longreach.adapters.transformers.options import refuse_options
 from longreach.adapters.transformers.padding import real_tokens
@@ -167,9 +168,11 @@ class Session:
         self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)
         self.next_step: Step | None = None  # the next pass, if the decode loop or fusion has made it
         self.next_loop: Any = None  # the loop over tokens of the next generate, if longreach.generate has made it
+        self._padding: Any = None  # the attention mask that the model was given, while it runs
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
         types = getattr(text_config(model), "layer_types", None)
+        self._axes = "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {})
         self.facts = ModelFacts(
             self._shape, windows, decoder=decoder, layer_types=None if types is None else tuple(types)
         )
@@ -414,10 +417,14 @@ class Session:
 
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            cache = signature.bind(*args, **kwargs).arguments.get("past_key_values")
-            ours = cache if isinstance(cache, LongreachCache) else None
-            with memory_errors(), nullcontext() if ours is None else ours.restored_on_error():
-                return forward(*args, **kwargs)
+            given = signature.bind(*args, **kwargs).arguments
+            cache, before = given.get("past_key_values"), self._padding
+            ours, self._padding = cache if isinstance(cache, LongreachCache) else None, given.get("attention_mask")
+            try:
+                with memory_errors(), nullcontext() if ours is None else ours.restored_on_error():
+                    return forward(*args, **kwargs)
+            finally:
+                self._padding = before
 
         return wrapped
 
@@ -474,10 +481,12 @@ class Session:
             cache.check_observed(self.decode)
             cache.evict_prompt(room=0 if phases is None else max(0, phases.room - past))
         mask = given.get("attention_mask")
+        if isinstance(mask, dict) and all(isinstance(each, Mask) for each in mask.values()):
+            mask = self._padding  # the model around the decoder has made masks of it, which mean nothing here
         mask = mask.to(tokens.device) if isinstance(mask, Tensor) else mask
         real, counts = real_tokens(
             mask, given.get("position_ids"), batch, length, cache,
-            trusted=phases is not None and phases.prompt_done and past > 0 and length == 1,
+            trusted=phases is not None and phases.prompt_done and past > 0 and length == 1, axes=self._axes,
         )  # fmt: skip
         if phases is not None:
             phases.padded_end = real is not None and not bool(real[:, -1].all())

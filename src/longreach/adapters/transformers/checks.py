@@ -32,6 +32,9 @@ PLANNED_FOR = (  # fields of a configuration that identify a model in all versio
 )
 
 
+SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
+
+
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of the language model, also inside a model of several parts."""
     return model.config.get_text_config(decoder=True)
@@ -43,7 +46,13 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 
 def shape_of_config(config: Any) -> ModelShape:
-    """The same, of the configuration of a language model."""
+    """The same, of the configuration of a language model. Raises Unsupported where layers have different shapes."""
+    differ = sorted({*SIZES} & {*(getattr(config, "per_layer_attributes", None) or ())})
+    if differ:
+        raise Unsupported(
+            f"{type(config).__name__}: {', '.join(differ)} differ by layer (as in Gemma-4), and longreach's cache has "
+            f"one shape for all layers"
+        )
     heads = config.num_attention_heads
     return ModelShape(
         layers=config.num_hidden_layers,
