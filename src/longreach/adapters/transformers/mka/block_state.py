@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -11,7 +13,6 @@ from longreach.mka.index import IndexCode
 from longreach.ops import BlockCode, KVView, Rows
 from longreach.ops.recall import code_blocks, code_completed, code_places, code_view
 from longreach.ops.rope import RotaryFrequencies
-from longreach.ops.types import accumulator
 
 AT_ONCE = 1 << 26  # numbers of keys or values that are gathered at a time
 
@@ -32,11 +33,13 @@ class BlockState(PerTokenState):
         self._codes = dict[str, BlockCode | IndexCode]()
         if summaries:
             self._codes["keys"] = BlockCode("summary", frequencies)
+            still = frequencies._replace(inv_freq=torch.zeros_like(frequencies.inv_freq))
+            self._codes["values"] = BlockCode("summary", still)  # a mean without rotation
         self._by_keys = summaries and isinstance(code, BlockCode) and code.kind == "summary"
         if code is not None and not self._by_keys:
             self._codes["codes"] = code
         widths = {name: (one.width(dim), dtype) for name, one in self._codes.items()}
-        super().__init__(kv, block, **widths, **({"values": (dim, dtype)} if summaries else {}))
+        super().__init__(kv, block, **widths)
 
     def update(self, kv: KVView, rows: Rows, ends: tuple[Tensor, Tensor] | None) -> None:
         """Compute the blocks that the rows of a pass complete. kv: with their keys. ends: (sequence, block) of these,
@@ -48,11 +51,9 @@ class BlockState(PerTokenState):
         seq, block = rows.seq.long(), rows.pos.long() // self.block
         for name, code in self._codes.items():
             if isinstance(code, BlockCode):
-                code_completed(rows, kv, self[name], code, self.block)
+                code_completed(rows, _memory(kv, name), self[name], code, self.block)
             else:
                 self._compute(kv, name, seq, block)
-        if self.summaries:
-            self._compute(kv, "values", seq, block)
 
     def note(self, kv: KVView, seq: Tensor, slot: Tensor) -> None:
         self._write(kv, seq.long(), slot.long() // self.block)
@@ -76,15 +77,16 @@ class BlockState(PerTokenState):
     def _write(self, kv: KVView, seq: Tensor, block: Tensor) -> None:
         for name, code in self._codes.items():
             if isinstance(code, BlockCode):
-                code_blocks(kv, self[name], code, seq, block, self.block)
+                code_blocks(_memory(kv, name), self[name], code, seq, block, self.block)
             else:
                 self._compute(kv, name, seq, block)
-        if self.summaries:
-            self._compute(kv, "values", seq, block)
 
     @torch.no_grad()
     def _compute(self, kv: KVView, name: str, seq: Tensor, block: Tensor) -> None:
-        """Write what has no kernel, for those of the named blocks that are complete. No wait for the device."""
+        """Write codes by a trained index, for those of the named blocks that are complete. No wait for the device.
+
+        In a captured step it also reads the keys of blocks that are not complete; the report does not count these.
+        """
         piece = max(1, AT_ONCE // (self.block * kv.heads * kv.k.shape[3]))
         for sequences, blocks in zip(seq.split(piece), block.split(piece), strict=True):
             complete = kv.seq_lens.long()[sequences] >= (blocks + 1) * self.block
@@ -93,16 +95,17 @@ class BlockState(PerTokenState):
             page = sequences[:, None].expand_as(slot)
             if kv.block_table is not None:
                 page = kv.block_table[page, slot // kv.page].long()
-            memory = kv.v if name == "values" else kv.k
-            x = memory[page, :, slot % kv.page].transpose(1, 2)  # [n, G, block, D]
-            if name == "values":
-                new = x.to(accumulator(x.dtype)).mean(2)
-            else:
-                first = (blocks * self.block)[:, None, None].expand(*x.shape[:2], 1)
-                new = self._codes[name].of_blocks(x[:, :, None], first)[:, :, 0]
+            x = kv.k[page, :, slot % kv.page].transpose(1, 2)  # [n, G, block, D]
+            first = (blocks * self.block)[:, None, None].expand(*x.shape[:2], 1)
+            new = self._codes[name].of_blocks(x[:, :, None], first)[:, :, 0]
             to, unit = self.locate(kv, sequences, blocks)
             held = self[name]
             held[to, :, unit] = torch.where(complete[:, None, None], new.to(held.dtype), held[to, :, unit])
+
+
+def _memory(kv: KVView, name: str) -> KVView:
+    """The view whose keys a code is made of."""
+    return replace(kv, k=kv.v) if name == "values" else kv
 
 
 def places_of(kv: KVView, block: int) -> tuple[Tensor, Tensor | None]:
