@@ -16,6 +16,7 @@ _NAMES = {
     "load": "longreach.adapters.transformers",
     "convert": "longreach.adapters.transformers.mka",
     "generate": "longreach.adapters.transformers.loop",
+    "Chat": "longreach.adapters.transformers.conversation",
     "Documents": "longreach.adapters.transformers",
     "ChunkPool": "longreach.store",
     "ChunkStore": "longreach.store",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from longreach.adapters.transformers import attach as attach
     from longreach.adapters.transformers import detach as detach
     from longreach.adapters.transformers import load as load
+    from longreach.adapters.transformers.conversation import Chat as Chat
     from longreach.adapters.transformers.loop import generate as generate
     from longreach.adapters.transformers.mka import convert as convert
     from longreach.cache import CacheConfig as CacheConfig
