@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from longreach import attach, generate
@@ -60,10 +61,14 @@ def test_text_prompts(name: str) -> None:
     model, (tokens, mask) = made(name), padded_batch()
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     alone = model.generate(prompt(), **options)
+    chunks = name.startswith("gemma") or Version(transformers.__version__) >= Version(
+        "5.18"
+    )  # 5.17 cannot cut Qwen's positions
     batch = model.generate(tokens, attention_mask=mask, **options)
     with attach(model) as session:
         assert torch.equal(model.generate(prompt(), **options), alone)
-        assert torch.equal(model.generate(prompt(), prefill_chunk_size=16, **options), alone)
+        if chunks:
+            assert torch.equal(model.generate(prompt(), prefill_chunk_size=16, **options), alone)
         assert torch.equal(model.generate(tokens, attention_mask=mask, **options), batch)
         assert torch.equal(generate(session, prompt(), max_new_tokens=NEW).sequences, alone)
         assert torch.equal(generate(session, tokens, mask, max_new_tokens=NEW).sequences, batch)
