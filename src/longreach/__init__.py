@@ -18,6 +18,7 @@ _NAMES = {
     "generate": "longreach.adapters.transformers.loop",
     "Chat": "longreach.adapters.transformers.conversation",
     "Documents": "longreach.adapters.transformers",
+    "evaluate": "longreach.evals.measured",
     "ChunkPool": "longreach.store",
     "ChunkStore": "longreach.store",
     "CacheConfig": "longreach.cache",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from longreach.adapters.transformers.mka import convert as convert
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
+    from longreach.evals.measured import evaluate as evaluate
     from longreach.methods.block_mka import BlockMKA as BlockMKA
     from longreach.methods.dense import Dense as Dense
     from longreach.methods.fusion import A3 as A3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,7 @@ EXAMPLES = (
     "longreach eval --list    (the tasks)",
     "longreach report all.json --output report",
 )
-FORMAT = 1
 CHUNK_TOKENS = 512
-COMPARED_WITH = (
-    "With fuse, prefill bytes are over those of dense attention for the rows that ran, not for the whole prompt; with "
-    "evict, decode bytes are over those of dense attention after eviction, over the kept keys."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -131,6 +126,7 @@ def run(args: argparse.Namespace) -> int:
             specs = parse_specs(decodes)
         from longreach.evals.batching import fitting_batch
         from longreach.evals.evaluate import Evaluation, Settings
+        from longreach.evals.measured import failed_answers, measured
         from longreach.evals.model_info import model_info
         from longreach.records import environment
 
@@ -142,14 +138,26 @@ def run(args: argparse.Namespace) -> int:
         config = {**evaluation.config(), **host_config(args)}
         about = {"model": model_info(model, args.model), "config": config, **environment(model.device)}
     warn_unapplied(evaluation.not_applied)
-    record = measured(evaluation, about, args.output, args.equal_bytes)
+    record = measured(evaluation, about, args.output, progress, partial(_equal, evaluation, args.equal_bytes))
     tell_left_out({**left_out, **record.get("equal_bytes", {}).get("unreachable", {})})
     _tell_unequal(record)
     if args.json:
         emit(record)
     else:
         show(record, place(about))
-    return exit_code(_failed(record), "answers", args.output)
+    return exit_code(failed_answers(record), "answers", args.output)
+
+
+def _equal(evaluation: Any, to: str | None) -> dict[str, Any]:
+    """The record's entry on equal budgets; sets them. to: the label of the method whose bytes others are to equal."""
+    if to is None:
+        return {}
+    from longreach.evals.budgets import equal_bytes
+
+    with waiting("finding equal budgets"):
+        equal = equal_bytes(evaluation, to)
+    evaluation.specs = list(equal.specs)
+    return {"equal_bytes": equal.to_json()}
 
 
 def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
@@ -162,64 +170,6 @@ def _chunk_tokens(args: argparse.Namespace, specs: Any) -> int | None:
         raise InvalidInput("--chunk-ends is for prompts that are cut into chunks; give --chunk-tokens or a fuse method")
     chunk_tokens: int | None = args.chunk_tokens
     return chunk_tokens
-
-
-def measured(
-    evaluation: Any, about: dict[str, Any], output: Path | None, equal_to: str | None = None
-) -> dict[str, Any]:
-    """The record, written to `output` where given; parts from an interrupted run's journal are kept.
-
-    equal_to: the label of the method whose bytes others are to equal. If answers failed the journal stays too, so
-    the same command computes only those again.
-    """
-    from longreach.evals.scores import tasks_entry
-    from longreach.records import Journal, write
-
-    sources = {t.task.name: t.task.source for t in evaluation.tasks.values()}  # data sets with the hash of their file
-    began = time.perf_counter()
-    try:
-        evaluation.build(progress)
-        about = {**about, **_methods(evaluation, equal_to)}
-        with Journal(output, {**about, "tasks": sources}) as journal:
-            parts = evaluation.run(journal.done, journal.add, progress)
-        seconds = {"wall": time.perf_counter() - began}  # of this run: prompts made, and what was still to be answered
-        record = {
-            "kind": "eval", "format": FORMAT, **about, **_compared_with(about["methods"]), "seconds": seconds,
-            "tasks": tasks_entry(evaluation, parts),
-        }  # fmt: skip
-    finally:
-        evaluation.close()
-    if output is not None:
-        write(output, record)
-    if not _failed(record):
-        journal.remove()
-    return record
-
-
-def _methods(evaluation: Any, equal_to: str | None) -> dict[str, Any]:
-    """The record's entries for the methods, with the budgets found for them."""
-    said = dict[str, Any]()
-    if equal_to is not None:
-        from longreach.evals.budgets import equal_bytes
-
-        with waiting("finding equal budgets"):
-            equal = equal_bytes(evaluation, equal_to)
-        evaluation.specs, said["equal_bytes"] = list(equal.specs), equal.to_json()
-    return {"methods": {spec.label: spec.to_json() for spec in evaluation.specs}, **said}
-
-
-def _compared_with(methods: dict[str, Any]) -> dict[str, str]:
-    """The record's entry on the dense attention that bytes are compared with, where some method fuses or evicts."""
-    return (
-        {"bytes_compared_with": COMPARED_WITH}
-        if any({"fuse", "evict"} & method.keys() for method in methods.values())
-        else {}
-    )
-
-
-def _failed(record: dict[str, Any]) -> int:
-    """Answers that failed with an error."""
-    return sum(result["failed"] for task in record["tasks"].values() for result in task["results"].values())
 
 
 def show(record: dict[str, Any], where: str) -> None:
@@ -242,7 +192,9 @@ def show(record: dict[str, Any], where: str) -> None:
     table.row(["bytes, prefill", "", *(_share(tasks, label, "prefill_reads") for label in labels)])
     table.row(["bytes, decode", "", *(_share(tasks, label, "decode_reads") for label in labels)])
     table.row(["per token", "", *(_time(tasks, label) for label in labels)])
-    if failed := _failed(record):
+    from longreach.evals.measured import failed_answers
+
+    if failed := failed_answers(record):
         out.print(
             f"\n{failed} answers failed with an error and count as wrong; the record lists them with their errors."
         )

@@ -10,17 +10,19 @@ from longreach.plans import KINDS, default_file
 from longreach.records.weights import weights_sha256
 
 
-def model_info(model: Any, name: str) -> dict[str, Any]:
+def model_info(model: Any, name: str | None) -> dict[str, Any]:
     """Name, hash of the weights, dtype, parameters and context of a model loaded from `name` (a folder, or "mini").
+
+    None for a model that was made in Python: its class, and no hash.
 
     plans: for a model with shipped plans, kind -> the beginning of the sha256 of the default plan's file.
     """
-    folder, shape = model_path(name), shape_of(model)
+    folder, shape = None if name is None else model_path(name), shape_of(model)
     defaults = {kind: path for kind in KINDS if (path := default_file(kind, shape)) is not None}
     plans = {kind: hashlib.sha256(path.read_bytes()).hexdigest()[:12] for kind, path in defaults.items()}
     return {
-        "name": folder.name,
-        "sha256": weights_sha256(folder),
+        "name": type(model).__name__ if folder is None else folder.name,
+        "sha256": None if folder is None else weights_sha256(folder),
         "dtype": str(model.dtype).removeprefix("torch."),
         "parameters": sum(p.numel() for p in model.parameters()),
         "context": context_limit(model),
