@@ -14,9 +14,10 @@ from longreach.errors import InvalidInput, UnknownName
 from longreach.records.record import read
 from longreach.testing.tiny import save_tiny, tiny_model, tiny_tokenizer
 
+METHOD = "streaming_llm sinks=4 window=64"
 ASKED: dict[str, Any] = {
     "tasks": "niah_single_1,niah_single_3",
-    "methods": ["streaming_llm sinks=4 window=64"],
+    "methods": [METHOD],
     "samples": 2,
 }
 
