@@ -1,0 +1,20 @@
+"""The blocks of docs/python.md run, in order."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from tests.doc_tables import ROOT
+
+PAGE = (ROOT / "docs" / "python.md").read_text()
+
+
+def test_its_blocks_run() -> None:
+    blocks, names = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), dict[str, Any]()
+    assert len(blocks) == 6
+    for block in blocks:
+        exec(compile(block, "docs/python.md", "exec"), names)
+    assert 0 < names["report"].fraction("decode") < 0.6
+    assert names["made"].tokens.shape[1] <= 8 and names["reply"].reused_tokens > 0
+    assert {"dense", "quest k=0.2"} < set(names["record"]["methods"])
