@@ -109,7 +109,7 @@ def test_names_may_stand_after_options(longreach: Callable, tmp_path: Path) -> N
 def test_prefill_is_measured_by_each_implementation(longreach: Callable, tmp_path: Path) -> None:
     code, out, _ = longreach("bench", "run", "prefill-8k", "--tiny", "--quick", "--out", tmp_path, "--json")
     case = json.loads(out)["prefill-8k"]
-    assert code == 0 and case["auto"] == "reference"
+    assert code == 0 and case["auto"] == "sdpa_cpu"
     ours, theirs = case["entries"]
     assert (ours["name"], theirs["who"]) == ("reference", "torch_sdpa")
     assert case["flops_needed"] == 4 * 4 * 16 * (256 * 257 // 2)  # heads, channels, keys that rows see

@@ -1,4 +1,4 @@
-"""Dense prefill through torch's own kernels: on a GPU only; what they cannot do is refused anywhere."""
+"""Dense prefill through torch's own kernels, on a GPU and on a CPU; what they cannot do is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from longreach.errors import Unsupported
-from longreach.ops import KVView, RowRange, Rows, Spans, attend
+from longreach.ops import KVView, Partial, RowRange, Rows, Spans, attend
 from longreach.ops.attend import resolve, sdpa
 from longreach.testing.inputs import random_kv, random_rows
 from tests.ops.attend.kernels import PLACE, here, needs_gpu
@@ -21,10 +21,55 @@ def test_a_cpu_is_refused(impl: str) -> None:
         attend(random_rows(kv, 1), kv, Spans.dense(), scale=1.0, impl=impl)
 
 
-def test_auto_on_a_cpu_is_the_reference() -> None:
-    kv = random_kv([300], heads=1, dim=16)
-    rows = Rows(torch.randn(300, 2, 16), torch.zeros(300).long(), torch.arange(300), (RowRange(300, 0, 0),))
-    assert resolve("auto", rows, kv, Spans.dense()) == "reference"
+def prompt_rows(first: int, dtype: torch.dtype, page: int | None, heads: int = 8) -> tuple[Rows, KVView]:
+    """Two sequences of 300 and 411 new rows after `first` cached ones; 2 KV heads."""
+    kv = random_kv([first + 300, first + 411], heads=2, dim=64, page=page, dtype=dtype)
+    seq = torch.arange(2).repeat_interleave(torch.tensor([300, 411]))
+    pos = torch.cat([first + torch.arange(n) for n in (300, 411)])
+    q = torch.randn(711, heads, 64).to(dtype)
+    return Rows(q, seq, pos, (RowRange(300, 0, first), RowRange(411, 1, first))), kv
+
+
+def in_fp64(rows: Rows, kv: KVView) -> Partial:
+    wide = replace(rows, q=rows.q.double()), replace(kv, k=kv.k.double(), v=kv.v.double())
+    return attend(*wide, Spans.dense(), scale=0.125, impl="reference")
+
+
+@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize("first", [0, 333])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_on_a_cpu_it_agrees_with_fp64(first: int, page: int | None, dtype: torch.dtype, heads: int) -> None:
+    rows, kv = prompt_rows(first, dtype, page, heads)
+    want, got = in_fp64(rows, kv), attend(rows, kv, Spans.dense(), scale=0.125, impl="sdpa_cpu")
+    assert got.out.dtype == got.lse.dtype == torch.float32
+    rounded = (want.out.to(dtype).double() - want.out).abs().max()
+    assert float((got.out.double() - want.out).abs().max()) <= 2 * rounded + 1e-5
+    torch.testing.assert_close(got.lse.double(), want.lse, rtol=1e-5, atol=1e-4)
+
+
+def test_auto_on_a_cpu() -> None:
+    """torch's kernel for dense prefill of long prompts and their chunks; the reference for all else."""
+    for first in (0, 333):
+        rows, kv = prompt_rows(first, torch.float32, None)
+        assert resolve("auto", rows, kv, Spans.dense()) == "sdpa_cpu"
+        assert resolve("reference", rows, kv, Spans.dense()) == "reference"
+        others = (
+            ((replace(rows, runs=None), kv, Spans.dense()), {}),
+            ((rows, kv, Spans.window(400)), {}),
+            ((rows, kv, Spans.dense()), {"softcap": 2.0}),
+            ((rows, kv, Spans.dense()), {"sink_logit": torch.zeros(8)}),
+            ((replace(rows, q=rows.q.double()), replace(kv, k=kv.k.double(), v=kv.v.double()), Spans.dense()), {}),
+        )
+        for given, options in others:
+            assert resolve("auto", *given, **options) == "reference"
+        with torch.enable_grad():
+            assert resolve("auto", replace(rows, q=rows.q.clone().requires_grad_()), kv, Spans.dense()) == "reference"
+        with pytest.raises(Unsupported, match=r"sdpa_cpu attends to everything.*impl='reference'"):
+            attend(rows, kv, Spans.window(400), scale=1.0, impl="sdpa_cpu")
+    short = random_kv([200], heads=1, dim=16)
+    rows = Rows(torch.randn(200, 2, 16), torch.zeros(200).long(), torch.arange(200), (RowRange(200, 0, 0),))
+    assert resolve("auto", rows, short, Spans.dense()) == "reference"
 
 
 @pytest.mark.parametrize("page", [None, 16, 64, 1000])

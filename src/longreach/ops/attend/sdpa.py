@@ -19,12 +19,12 @@ def sdpa_for(
 ) -> str | None:
     """The implementation here that "auto" means for these arguments, None if it means none.
 
-    Whole prompts go to cuDNN; for the later chunks of one attend's Triton kernel is the faster one.
+    On a GPU whole prompts go to cuDNN; for the later chunks of one attend's Triton kernel is the faster one.
     """
-    runs = rows.runs or ()
-    if not runs or min(run.rows for run in runs) < LONG or any(run.first for run in runs):
+    runs, name = rows.runs or (), "sdpa_cpu" if rows.q.device.type == "cpu" else "sdpa_cudnn"
+    if not runs or min(run.rows for run in runs) < LONG or (name == "sdpa_cudnn" and any(run.first for run in runs)):
         return None
-    return None if _refusal(rows, kv, selection, softcap, sink_logit, "") else "sdpa_cudnn"
+    return None if _refusal(rows, kv, selection, softcap, sink_logit, name) else name
 
 
 def cudnn(
@@ -58,18 +58,53 @@ def flash(
     return _by_run(rows, kv, attend)
 
 
+def cpu(
+    rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
+) -> Partial:
+    """torch's flash attention on a CPU, for whole prompts and for chunks after cached tokens."""
+    refusal = _refusal(rows, kv, selection, softcap, sink_logit, "sdpa_cpu")
+    if refusal:
+        raise Unsupported(refusal)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        heads, past = k.shape[1], k.shape[2] - q.shape[2]
+        parts = list[tuple[Tensor, Tensor]]()
+        for number in range(q.shape[1] // heads):  # a query head of each group at a time: keys are not repeated
+            mine = q[:, number :: q.shape[1] // heads]
+            found = kernel(mine, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale)
+            if past:
+                found = _merged(found, kernel(mine, k[:, :, :past], v[:, :, :past], 0.0, False, scale=scale))
+            parts.append(found)
+        out, lse = (torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True))
+        return out, lse
+
+    return _by_run(rows, kv, attend)
+
+
+def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of both parts."""
+    lse = torch.logaddexp(one[1], other[1])
+    out = sum(x.float() * (y - lse).exp()[..., None] for x, y in (one, other))
+    return out, lse  # type: ignore[return-value]
+
+
 def _refusal(
     rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None, impl: str
 ) -> str | None:
     """Why these kernels cannot do it."""
-    if rows.q.device.type != "cuda" or rows.q.dtype not in (torch.bfloat16, torch.float16):
+    if impl == "sdpa_cpu":
+        if rows.q.device.type != "cpu" or rows.q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"{impl} takes fp32, bf16 and fp16 on a CPU, got {describe(rows.q)}; use impl='reference'"
+    elif rows.q.device.type != "cuda" or rows.q.dtype not in (torch.bfloat16, torch.float16):
         return f"{impl} takes bf16 and fp16 on CUDA devices, got {describe(rows.q)}; use impl='triton'"
+    other = "reference" if impl == "sdpa_cpu" else "triton"
     if rows.runs is None or any(run.first is None for run in rows.runs):
-        return f"{impl} needs Rows.runs with their first positions on the host; use impl='triton'"
+        return f"{impl} needs Rows.runs with their first positions on the host; use impl='{other}'"
     if not isinstance(selection, Spans) or not selection.is_dense:
-        return f"{impl} attends to everything: the selection must be Spans.dense(); use impl='triton'"
+        return f"{impl} attends to everything: the selection must be Spans.dense(); use impl='{other}'"
     if softcap is not None or sink_logit is not None or kv.slot_pos is not None:
-        return f"{impl} supports no softcap, no sink logit and no evicted slots; use impl='triton'"
+        return f"{impl} supports no softcap, no sink logit and no evicted slots; use impl='{other}'"
     if torch.is_grad_enabled() and any(x.requires_grad for x in (rows.q, kv.k, kv.v)):
         return f"{impl} is not differentiable through lse; use impl='reference', or torch.no_grad()"
     return None
