@@ -7,14 +7,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from longreach.mka.config import MKAConfig
+from longreach.mka.config import EDGE, MKAConfig
 from longreach.mka.index import BlockIndex, IndexCode
 from longreach.mka.router import Router, Vector
 from longreach.ops.recall import BlockCode, planes_of
 from longreach.ops.rope import RotaryFrequencies
 
 LONGEST = 1024  # tokens, half-life of the head that remembers longest at first
-EDGE = 15.0  # decays stay within (0, 1) in fp32
 
 
 class Levels(nn.Module):

@@ -40,7 +40,9 @@ class BlockStep:
         trained = inputs.case.trained
         assert trained is not None
         self.inputs, self.impl = inputs, impl
-        self.config = MKAConfig("block_mka", block=trained.block, window=trained.window, blocks=trained.blocks)
+        self.config = MKAConfig(
+            "block_mka", block=trained.block, window=trained.window, blocks=trained.blocks, recall="summary"
+        )
         even = torch.arange(0, inputs.shape.dim, 2, dtype=torch.float64, device=inputs.device)
         self.code = BlockCode("summary", RotaryFrequencies(500000.0 ** (-even / inputs.shape.dim), "half"))
         self.weights = torch.tensor(WEIGHTS, device=inputs.device).expand(inputs.shape.batch, 3)
