@@ -34,8 +34,8 @@ class MKAConfig:
         and window / block before it. blocks: how many a row and KV head recall.
     recall: how blocks are scored: "bounds" (as Quest; heads of up to 128 channels), "summary" (attention weights of
         their mean keys), "hash" (signs of `bits` random projections), "index" (`features` trained numbers a key;
-        `longreach mka index` trains them). fastmka recalls by "summary" or "hash": its blocks hold keys before rotation.
-        None: "bounds", for fastmka "summary".
+        `longreach mka index` trains them). fastmka recalls by "summary" or "hash", as its blocks hold keys before
+        rotation. None: "bounds", for fastmka "summary".
     share: layers that recall; the layers after each one use its blocks. (): every layer recalls for itself.
     summary: session level of fastmka and mka: "ema" (a trained decay for each KV head) or "mean" of all tokens.
     decay: first decay of all heads, from LEAST_DECAY to 1 - LEAST_DECAY. None: half-lives from 1 to 1024 tokens, spread
@@ -185,7 +185,7 @@ class MKAConfig:
         return not self.share or layer in self.share
 
     def check_model(self, layers: int, head_dim: int) -> None:
-        """Raise InvalidInput where the options do not fit a model of `layers` layers with `head_dim` channels a head."""
+        """Raise InvalidInput where options do not fit a model. layers: its number of layers. head_dim: of its heads."""
         for name in ("layers", "share"):
             for number in getattr(self, name) or ():
                 require(
