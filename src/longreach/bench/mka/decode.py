@@ -1,4 +1,4 @@
-"""Block-MKA's decode step of a layer, all levels in use, beside dense attention's fastest kernels."""
+"""Block-MKA's decode step of a layer, all levels in use, compared with dense attention's fastest kernels."""
 
 from __future__ import annotations
 

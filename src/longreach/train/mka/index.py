@@ -138,7 +138,7 @@ def distil(
 ) -> dict[str, Any]:
     """Train the index of every layer that recalls by one, in place; shares found before and after, as JSON.
 
-    prompts: read by the model's own attention with its present weights; an index sees each many times. held_out: other
+    prompts: read by the model's own attention with its present weights; each trains an index many times. held_out: other
     prompts, to measure shares. steps: updates of each layer's index, one prompt each. rows: of a prompt. counts: of
     recalled blocks. held_bytes: memory for rows and keys; prompts beyond it are read later, for steps of their own.
     on_step: called with layer, step and loss.

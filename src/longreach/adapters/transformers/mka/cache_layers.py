@@ -1,4 +1,4 @@
-"""FastMKA's memory in a DynamicCache of plain transformers: beside the keys of each layer, so that it follows them."""
+"""FastMKA's memory in a DynamicCache of plain transformers: kept with the keys of each layer, and cut like them."""
 
 from __future__ import annotations
 
