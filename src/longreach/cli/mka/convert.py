@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_folders(parser, "the original")
     parser.add_argument("variant", metavar="VARIANT", help="fastmka, mka, block_mka; to compare with: mha, gqa, mqa, "
                         "mla")  # fmt: skip
-    parser.add_argument("names", nargs="*", metavar="OPTION=VALUE", help="options of the variant, such as window=256 or "
-                        "tiers=[1,3]; docs/mka.md lists them")  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="OPTION=VALUE", help="options of the variant, such as window=256 "
+                        "or tiers=[1,3]; docs/mka.md lists them")  # fmt: skip
     parser.add_argument("--layers", type=layer_numbers, metavar="N,N", help="layers to convert (default: all)")
     add_prompts(parser, "read to measure the distance", 4)
     add_json(parser)

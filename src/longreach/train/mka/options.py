@@ -65,7 +65,7 @@ class HealOptions:
             require(is_whole(value, 0), f"{name}: expected an int of at least 0, got {value!r}")
         for name in ("minutes", "learning_rate", "gate_rate", "clip"):
             value = getattr(self, name)
-            ok = is_number(value) and value > 0 or (value is None and name == "minutes")
+            ok = (is_number(value) and value > 0) or (value is None and name == "minutes")
             require(ok, f"{name}: expected a number above 0, got {value!r}")
         for name in ("kl", "nll", "weight_decay", "final", "text_loss", "context_weight"):
             value = getattr(self, name)
