@@ -20,7 +20,7 @@ class Levels(nn.Module):
     """Parameters of MKA in one layer, besides the model's own projections.
 
     router: weights of the levels. decay: logits of the session level's decay, one for each KV head. planes: random
-    projections of recall="hash", bf16 [D, bits], saved with the weights. index: of recall="index".
+    projections of recall="hash", [D, bits] with bf16 values, saved with the weights. index: of recall="index".
     """
 
     planes: Tensor
