@@ -21,8 +21,10 @@ DRAWN=${DRAWN:-128:2,128:8,512:4,512:8,512:32,512:256} BUDGETS=${BUDGETS:-128:2 
 declare -A VARIANTS=(
   [mha]="mha" [gqa-2]="gqa kv_heads=2" [mqa]="mqa" [mla]="mla"
   [fastmka]="fastmka" [fastmka-3]="fastmka tiers=[1,2,3]" [fastmka-fixed]="fastmka routing=fixed"
-  [fastmka-top1]="fastmka routing=top1" [fastmka-top2]="fastmka tiers=[1,2,3] routing=top2" [mka]="mka" [mka-2]="mka tiers=[1,2]"
-  [mka-gated]="mka mode=gated" [block]="block_mka" [block-bounds]="block_mka recall=bounds" [block-hash]="block_mka recall=hash"
+  [fastmka-top1]="fastmka routing=top1" [fastmka-top2]="fastmka tiers=[1,2,3] routing=top2"
+  [mka]="mka recall=summary" [mka-2]="mka tiers=[1,2]"
+  [mka-gated]="mka mode=gated recall=summary" [block]="block_mka recall=summary"
+  [block-bounds]="block_mka recall=bounds" [block-hash]="block_mka recall=hash"
   [block-bounds-long]="block_mka recall=bounds" [block-index]="block_mka recall=index"
   [block-local]="block_mka tiers=[1,2]" [block-drawn]="block_mka recall=bounds"
 )

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from math import exp
 from typing import Any
 
+from longreach.cli.mka.common import TASKS
+from longreach.mka.config import MKAConfig
+from longreach.mka.levels import Levels
 from tests.doc_tables import ROOT, Row, record, section, tables
 
 MKA, BLOCK = ((ROOT / "docs" / name).read_text() for name in ("mka.md", "block_mka.md"))
+MINI = ROOT / "src/longreach/models/longreach-mini"
 LABELS = {
     "mha": "`mha`, the control", "fastmka": "`fastmka`", "fastmka-3": "`fastmka tiers=[1,2,3]`", "mka": "`mka`",
     "mka-gated": "`mka mode=gated`", "block-bounds": "`block_mka recall=bounds`",
@@ -44,6 +49,33 @@ def test_shares_of_far_mass_that_recall_finds() -> None:
     for name, *cells in rows:
         when, way = names[name]
         assert cells == [percent(r[when]["all"][way][count]) for r in found for count in ("4", "8")], name
+    shares = [r["before"]["all"] for r in found]
+    assert all(0.64 < x["hash 128"][n] / x["summary"][n] < 0.72 for x in shares for n in ("4", "8"))
+    assert all(x["hash 128"][n] - x["chance"][n] < (x["summary"][n] - x["chance"][n]) / 2 for x in shares for n in "48")
+    assert all(f"each of {TASKS.replace(',', ', ')};" in r["data"] and r["steps"] == 150 for r in found)
+    held_out = [r["held_out"] for r in found]
+    trained = [int(r["data"].split()[0]) * len(TASKS.split(",")) - n for r, n in zip(found, held_out, strict=True)]
+    for text in ("150 updates on {} or {} prompts".format(*trained), "Rows are of {} or {} other".format(*held_out)):
+        assert text in " ".join(MKA.split()), text
+
+
+def test_parameters_that_conversion_adds() -> None:
+    original = record("mini-mac-4096")["model"]["parameters"]
+    config = json.loads((MINI / "config.json").read_text())
+    sizes = config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+
+    def added(layers: int, of: float, sizes: tuple[int, ...], variant: str, **options: Any) -> str:
+        levels = Levels(MKAConfig.make(variant, **options), 0, *sizes)
+        return f"{layers * sum(p.numel() for p in levels.parameters()) / of:.1%}"
+
+    for options, texts in (
+        ({}, ("{} of the parameters of an 8B model", "{} of longreach-mini's")),
+        ({"recall": "index"}, ("adds an index too: {} and", "and {} in all")),
+    ):
+        many = added(32, 8.03e9, (32, 8, 128), "block_mka", **options)
+        few = added(config["num_hidden_layers"], original, sizes, "block_mka", **options)
+        for text, share in zip(texts, (many, few), strict=True):
+            assert text.format(share) in " ".join(MKA.split()), (text, share)
 
 
 def test_scores_of_block_mka() -> None:

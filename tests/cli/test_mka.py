@@ -114,7 +114,13 @@ def test_a_baseline_is_healed_like_a_variant(longreach: Any, tiny: Path, book: P
         (["block_mka", "window=100"], ["multiple of block=64, got 100"]),
         (["fastmka", "decay"], ["'decay': expected OPTION=VALUE"]),
         (["fastmka", "decay=0.5", "decay=0.6"], ["decay is set twice"]),
-        (["fastmka", "decay=2.0"], ["in (0, 1)"]),
+        (["fastmka", "decay=2.0"], ["decay: expected a float from 3.1e-07"]),
+        (["block_mka", "tiers=3"], ["tiers: expected a list", "such as [1, 3], got 3"]),
+        (["block_mka", "tiers=1,3"], ["tiers: expected a list", "such as [1, 3], got '1,3'"]),
+        (["block_mka", "share=0"], ["share: expected layer numbers, ascending, such as [0, 2], got 0"]),
+        (["fastmka", "layers=0", "--layers", "1"], ["layers=0 and --layers: expected one of them"]),
+        (["fastmka", "routing=top2"], ["top2 keeps two levels"]),
+        (["gqa"], ["kv_heads: gqa needs a number of KV heads"]),
         (["fastmka", "--layers", "0,7"], ["layers", "7"]),
         (["fastmka", "--layers", "one"], ["whole numbers of at least 0"]),
         (["mqa", "kv_heads=1"], ["option of mqa 'kv_heads'", "known: none"]),
@@ -152,6 +158,12 @@ def test_train_heals_and_other_verbs_read_the_folder(
     asked = longreach("eval", "--model", out, "--tasks", "niah_single_2", "--length", 600, "--limit", 1,
                       "--method", "dense", "--json")  # fmt: skip
     assert asked.code == 0 and json.loads(asked.out)["model"]["name"] == "healed"
+
+
+def test_small_gradients_fit_their_column(capsys: pytest.CaptureFixture[str]) -> None:
+    Rows().add(1, {"seconds": 0, "loss": 1.0, "kl": 1.0, "nll": 2.0, "grad_norm": 2.8e-5, "rate": 1.0,
+                   "tokens_per_second": 10, "gates": [0.5]})  # fmt: skip
+    assert "2.8e-05" in capsys.readouterr().out
 
 
 def test_train_on_tasks_without_a_teacher(longreach: Any, converted: Path, tmp_path: Path) -> None:

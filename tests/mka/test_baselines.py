@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longreach.errors import InvalidInput, LongreachError
+from longreach.errors import InvalidInput, LongreachError, UnknownName
 from longreach.mka.baselines import LatentKV, MLAConfig, average_heads, fastest_channels, regroup, repeat_heads
 from longreach.mka.module import Attention, AttentionShape, LatentAttention, LayerState, attention
 
@@ -99,7 +99,11 @@ def test_kinds_and_options() -> None:
     assert type(attention("mqa", SHAPE)) is Attention
     with pytest.raises(LongreachError, match=r"mha2.*fastmka"):
         attention("mha2", SHAPE)
-    with pytest.raises(InvalidInput, match="expected no options"):
+    with pytest.raises(UnknownName, match="unknown option of gqa 'rank'; known: none"):
         attention("gqa", SHAPE, rank=3)
+    with pytest.raises(UnknownName, match="unknown option of mla 'foo'; known: rank, rotated"):
+        attention("mla", SHAPE, rank=8, foo=1)
+    with pytest.raises(InvalidInput, match="gate: without effect in mha"):
+        attention("mha", SHAPE, gate=0.5)
     with pytest.raises(InvalidInput, match="divisor of the 8 query heads"):
         AttentionShape(48, 8, 3, 16)

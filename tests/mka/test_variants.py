@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, LongreachError
 from longreach.mka.config import MKAConfig
-from longreach.mka.module import Attention, LayerState, MemoryAttention, attention
+from longreach.mka.module import Attention, AttentionShape, LayerState, MemoryAttention, attention
 from tests.mka import layer as layers
 from tests.mka.layer import SHAPE, WIDTH, Decoding
 
@@ -20,11 +20,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "fastmka, mean": ("fastmka", {"summary": "mean"}),
     "fastmka, 3 tiers": ("fastmka", {**SMALL, "tiers": (1, 2, 3)}),
     "fastmka, hash": ("fastmka", {**SMALL, "tiers": (1, 3), "recall": "hash", "bits": 16}),
-    "mka": ("mka", SMALL),
+    "mka": ("mka", {**SMALL, "recall": "summary"}),
     "mka, gated": ("mka", {**SMALL, "mode": "gated"}),
     "mka, bounds": ("mka", {**SMALL, "recall": "bounds", "routing": "top1"}),
     "mka, 2 tiers": ("mka", {"tiers": (1, 2), "decay": 0.9}),
-    "block": ("block_mka", SMALL),
+    "block": ("block_mka", {**SMALL, "recall": "summary"}),
     "block, hash": ("block_mka", {**SMALL, "recall": "hash", "bits": 32}),
     "block, bounds": ("block_mka", {**SMALL, "recall": "bounds", "routing": "top2"}),
     "block, index": ("block_mka", {**SMALL, "recall": "index", "features": 8}),
@@ -168,3 +168,17 @@ def test_nan_of_one_sequence_stays_there(name: str) -> None:
 def test_a_layer_alone_shares_no_blocks() -> None:
     with pytest.raises(LongreachError, match="a layer alone shares no blocks"):
         attention("block_mka", SHAPE, share=(0,))
+    with pytest.raises(InvalidInput, match="layers: without effect in a layer alone"):
+        attention("block_mka", SHAPE, layers=(3,))
+
+
+def test_bounds_of_wide_heads_are_refused_at_construction() -> None:
+    with pytest.raises(InvalidInput, match="up to 128 channels, got 256"):
+        attention("block_mka", AttentionShape(64, 2, 1, 256))
+    attention("block_mka", AttentionShape(64, 2, 1, 256), recall="summary")
+
+
+@pytest.mark.parametrize("sizes", [(24, 6, 0, 8), (0, 6, 2, 8), (24, 6.0, 2, 8), (24, True, 1, 8), (24, 6, 2, -8)])
+def test_sizes_are_counts(sizes: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"(width|heads|kv_heads|dim): expected a count >= 1, got"):
+        AttentionShape(*sizes)

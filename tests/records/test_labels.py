@@ -56,3 +56,16 @@ def test_records_of_the_plan_of_two_anchors_say_so(model: Any, method: Any, note
 def test_records_of_the_old_threshold_say_so(label: str, tau: float, note: str) -> None:
     record = {"model": {"name": "any", "plans": {}}, "methods": {label: {"decode": {"name": "mac", "tau": tau}}}}
     assert default_note(record, label) == note
+
+
+@pytest.mark.parametrize(
+    ("label", "recall", "note"),
+    [
+        ("block_mka", "summary", "recall=summary"),
+        ("block_mka", "bounds", ""),
+        ("block_mka recall=summary", "summary", ""),
+    ],
+)
+def test_records_of_the_old_recall_say_so(label: str, recall: str, note: str) -> None:
+    method = {"decode": {"name": "block_mka", "recall": recall}}
+    assert default_note({"model": {"name": "any", "plans": {}}, "methods": {label: method}}, label) == note

@@ -217,7 +217,8 @@ class HostMemory:
 class Trained:
     """Attention that is trained (MKA): forward and backward of attention, of a decoder layer or of scan, or decoding.
 
-    kinds: of the layers that are compared, dense attention ("gqa") first. block, window, blocks: of block_mka.
+    kinds: of the layers that are compared, dense attention ("gqa") first. block, window, blocks: of block_mka,
+        which recalls by "summary".
     """
 
     what: Literal["attention", "layer", "scan", "decode", "model"]

@@ -42,7 +42,7 @@ class BlockMKA(AttentionMethod):
     blocks: recalled by each row and KV head.
     recall: how blocks are scored, summed over the query heads of a KV head: "bounds" (Quest's upper bounds, which find
         most in models that are not trained for recall; heads of up to 128 channels), "summary" (attention weights of
-        their mean keys, the default of trained Block-MKA) or "hash" (equal signs of random projections).
+        their mean keys) or "hash" (equal signs of random projections).
     bits, seed: number of the projections of recall="hash", and the seed they are drawn from.
     share: layers that recall; the layers after each use its blocks. (): every layer recalls for itself.
     dense_layers: layers that attend densely.

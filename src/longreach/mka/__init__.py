@@ -13,6 +13,7 @@ _NAMES = {
     "MKAConfig": "longreach.mka.config",
     "Levels": "longreach.mka.levels",
     "AttentionShape": "longreach.mka.module",
+    "LayerState": "longreach.mka.module",
     "attention": "longreach.mka.module",
     "parameter_groups": "longreach.adapters.transformers.mka",
     "register": "longreach.adapters.transformers.mka",

@@ -67,7 +67,7 @@ class MLAConfig:
 class LatentKV(nn.Module):
     """Keys and values of one layer through a shared latent (MLA, DeepSeek-V2), before key norm and rotation.
 
-        c = down x                      [rank], what a cache of MLA holds, beside
+        c = down x                      [rank]: a cache of MLA holds it and k[rotated]
         k[rotated] = direct x           the channels that are rotated
         k[others], v = up c
 

@@ -39,7 +39,7 @@ class Code(Protocol):
 
 @dataclass(frozen=True)
 class Reach:
-    """What a row sees, int64 [R] each: the window's first slot, and blocks [start, stop) complete before it."""
+    """What a row attends to, int64 [R] each: the window's first slot, and blocks [start, stop) complete before it."""
 
     window: Tensor
     start: Tensor

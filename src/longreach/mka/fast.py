@@ -2,7 +2,7 @@
 
 Everything happens between the projections and what follows them (key norms, rotation, any attention, any cache):
 
-    k = w_1 k_1 + w_2 k_2 + w_3 k_3    v likewise
+    k = w_1 k_1 + w_2 k_2 + w_3 k_3    v the same
 
 with k_2, v_2 the session level, and k_3, v_3 the mean key and value of recalled blocks, weighted by their scores. The
 cache holds k and v: it is as long as dense attention's. (The paper's cache of a third of the size does not follow from

@@ -1,7 +1,7 @@
 """A trained index of blocks: few features a key, averaged over a block, compared with features of the queries.
 
-Not in the paper, whose hash finds half of what a mean key finds; distilled from dense attention's mass per block, as
-the indexers of DeepSeek's sparse attention are.
+Not in the paper, whose hash finds two thirds of what a mean key finds. Distilled from dense attention's mass per block,
+as the indexers of DeepSeek's sparse attention are.
 """
 
 from __future__ import annotations

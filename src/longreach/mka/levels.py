@@ -7,21 +7,20 @@ import math
 import torch
 from torch import Tensor, nn
 
-from longreach.mka.config import MKAConfig
+from longreach.mka.config import EDGE, MKAConfig
 from longreach.mka.index import BlockIndex, IndexCode
 from longreach.mka.router import Router, Vector
 from longreach.ops.recall import BlockCode, planes_of
 from longreach.ops.rope import RotaryFrequencies
 
 LONGEST = 1024  # tokens, half-life of the head that remembers longest at first
-EDGE = 15.0  # decays stay within (0, 1) in fp32
 
 
 class Levels(nn.Module):
     """Parameters of MKA in one layer, besides the model's own projections.
 
     router: weights of the levels. decay: logits of the session level's decay, one for each KV head. planes: random
-    projections of recall="hash", fp32 [D, bits], saved with the weights. index: of recall="index".
+    projections of recall="hash", [D, bits] with bf16 values, saved with the weights. index: of recall="index".
     """
 
     planes: Tensor

@@ -5,7 +5,7 @@ Models of transformers are converted instead (`longreach.convert`): their own pr
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longreach.errors import InvalidInput, UnknownName
 from longreach.mka.baselines import BASELINES, LatentKV, MLAConfig, attend_dense, fastest_channels
 from longreach.mka.block import Blocks, Reach, block_attention, choose, recalled_keys
-from longreach.mka.config import VARIANTS, MKAConfig
+from longreach.mka.config import VARIANTS, MKAConfig, is_count
 from longreach.mka.fast import FastMemory, fuse
 from longreach.mka.full import combine
 from longreach.mka.layout import Layout
@@ -40,6 +40,8 @@ class AttentionShape:
     theta: float = 10000.0
 
     def __post_init__(self) -> None:
+        for name in ("width", "heads", "kv_heads", "dim"):
+            require(is_count(getattr(self, name)), f"{name}: expected a count >= 1, got {getattr(self, name)!r}")
         require(self.dim % 8 == 0, f"dim: expected a multiple of 8, got {self.dim}")
         ok = self.heads % self.kv_heads == 0
         require(ok, f"kv_heads: expected a divisor of the {self.heads} query heads, got {self.kv_heads}")
@@ -79,9 +81,13 @@ def attention(kind: str, shape: AttentionShape, *, layer_idx: int = 0, gate: flo
         return MemoryAttention(shape, MKAConfig.make(kind, **options), layer_idx, gate)
     if kind not in BASELINES:
         raise UnknownName("attention", kind, KINDS)
+    require(gate == 1.0, f"gate: without effect in {kind}; leave it out")
+    known = [f.name for f in fields(MLAConfig)] if kind == "mla" else []
+    for name in options:
+        if name not in known:
+            raise UnknownName(f"option of {kind}", name, known)
     if kind == "mla":
         return LatentAttention(shape, MLAConfig(**options), layer_idx)
-    require(not options, f"{kind}: expected no options, got {sorted(options)}")
     heads = {"mha": shape.heads, "mqa": 1}.get(kind, shape.kv_heads)
     return Attention(AttentionShape(shape.width, shape.heads, heads, shape.dim, shape.theta), layer_idx)
 
@@ -184,6 +190,9 @@ class MemoryAttention(Attention):
         super().__init__(shape, layer_idx)
         if config.share:
             raise InvalidInput("share: a layer alone shares no blocks with others; leave it out")
+        if config.layers is not None:
+            raise InvalidInput("layers: without effect in a layer alone; leave it out")
+        config.check_head_dim(shape.dim)
         self.config = config
         self.mka = Levels(config, layer_idx, shape.heads, shape.kv_heads, shape.dim, gate)
 

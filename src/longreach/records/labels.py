@@ -13,12 +13,14 @@ SLOTS = re.compile(r"(?<= )(?:fuse[=.]|evict\.)")
 
 TWO_ANCHORS = "two anchors"
 OLD_TAU = 0.45
+OLD_RECALL = "summary"
 
 
 def default_note(record: Mapping[str, Any], label: str) -> str:
     """What was the default when a record was made and is not now, for a method that has it. Else "".
 
     TWO_ANCHORS: longreach-mini's plan for Kascade, in records without `model.plans`. "tau 0.45": MAC's threshold.
+    "recall=summary": how `block_mka` chooses blocks.
     """
     model, methods = record["model"], record["methods"][label]
     used = [methods.get(slot, {}) for slot in ("prefill", "decode")]
@@ -27,6 +29,9 @@ def default_note(record: Mapping[str, Any], label: str) -> str:
         return TWO_ANCHORS
     if "tau=" not in label and any(method.get("name") == "mac" and method.get("tau") == OLD_TAU for method in used):
         return f"tau {OLD_TAU}"
+    recalls = {method.get("recall") for method in used if method.get("name") == "block_mka"}
+    if "recall=" not in label and OLD_RECALL in recalls:
+        return f"recall={OLD_RECALL}"
     return ""
 
 

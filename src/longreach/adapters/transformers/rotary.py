@@ -84,6 +84,8 @@ def find_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
                     return found if same else f"{name} gets cos and sin that do not hold their pairs as it reads them"
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
         return f"{name} could not be asked how it rotates: {error}"
+    if hasattr(module, "mla"):
+        return f"{name} is MLA, which rotates its keys in part; use a method, or options of it, without this need"
     return f"{name} rotates channels in a layout longreach does not know; known: {', '.join(LAYOUTS)}"
 
 

@@ -40,7 +40,9 @@ class BlockAttention:
             return x.normal_(generator=draw).requires_grad_()
 
         self.q, self.k, self.v = random(shape.heads), random(shape.kv_heads), random(shape.kv_heads)
-        self.config = MKAConfig("block_mka", block=trained.block, window=trained.window, blocks=trained.blocks)
+        self.config = MKAConfig(
+            "block_mka", block=trained.block, window=trained.window, blocks=trained.blocks, recall="summary"
+        )
         self.tokens = Tokens.of((shape.batch, shape.context), device)
         self.scale, self.heads = shape.dim**-0.5, shape.kv_heads
         rate = 500000.0 ** -(torch.arange(0, shape.dim, 2, dtype=torch.float64, device=device) / shape.dim)

@@ -1,4 +1,4 @@
-"""Block-MKA's decode step of a layer, all levels in use, beside dense attention's fastest kernels."""
+"""Block-MKA's decode step of a layer, all levels in use, compared with dense attention's fastest kernels."""
 
 from __future__ import annotations
 
@@ -40,7 +40,9 @@ class BlockStep:
         trained = inputs.case.trained
         assert trained is not None
         self.inputs, self.impl = inputs, impl
-        self.config = MKAConfig("block_mka", block=trained.block, window=trained.window, blocks=trained.blocks)
+        self.config = MKAConfig(
+            "block_mka", block=trained.block, window=trained.window, blocks=trained.blocks, recall="summary"
+        )
         even = torch.arange(0, inputs.shape.dim, 2, dtype=torch.float64, device=inputs.device)
         self.code = BlockCode("summary", RotaryFrequencies(500000.0 ** (-even / inputs.shape.dim), "half"))
         self.still = BlockCode("summary", RotaryFrequencies(torch.zeros_like(even), "half"))  # mean values, unrotated

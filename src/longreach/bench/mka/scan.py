@@ -1,4 +1,4 @@
-"""The session level's scan of keys and values, forward and backward apart."""
+"""The session level's scan of keys and values, forward and backward separately."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def add_prompts(parser: argparse.ArgumentParser, use: str, prompts: int) -> None
 
 
 def prompts_of(args: argparse.Namespace, model: Any, tokenizer: Any, least: int = 2) -> Prompts:
-    """The prompts that `add_prompts` asks for. least: tokens that each must have."""
+    """The prompts that the arguments of `add_prompts` describe. least: tokens that each must have."""
     from longreach.adapters.transformers import context_limit
     from longreach.evals.calibration.prompts import make
     from longreach.evals.prompting import fitted
@@ -118,10 +118,10 @@ def whole_numbers(text: str, least: int) -> list[int]:
 
 def distance_line(found: dict[str, Any]) -> str:
     """A distance from the original in a sentence."""
-    told = f"KL {found['kl']:.3g} nats a token, same first choice for {percent(found['agreement'])} of tokens"
+    text = f"KL {found['kl']:.3g} nats a token, same first choice for {percent(found['agreement'])} of tokens"
     if found["answer_agreement"] is not None:
-        told += f" ({percent(found['answer_agreement'])} of answers')"
-    return f"{told}, perplexity {found['perplexity']:.4g} (original {found['original_perplexity']:.4g})"
+        text += f" ({percent(found['answer_agreement'])} of answers')"
+    return f"{text}, perplexity {found['perplexity']:.4g} (original {found['original_perplexity']:.4g})"
 
 
 def names_of(layers: Sequence[int]) -> str:

@@ -16,6 +16,7 @@ from longreach.methods.values import value_of
 HELP = "write a model with MKA's layers, and measure its distance from the original"
 EXAMPLES = (
     "longreach mka convert mini fastmka --out mini-fastmka",
+    "longreach mka convert mini fastmka 'tiers=[1,2,3]' --out mini-fastmka-3",
     "longreach mka convert mini block_mka block=32 window=256 recall=index --out mini-block --json",
     "longreach mka convert ./Llama-3.1-8B block_mka --out llama-block --layers 2,3,4,5 --text book.txt --length 8192",
 )
@@ -27,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_folders(parser, "the original")
     parser.add_argument("variant", metavar="VARIANT", help="fastmka, mka, block_mka; to compare with: mha, gqa, mqa, "
                         "mla")  # fmt: skip
-    parser.add_argument("names", nargs="*", metavar="OPTION=VALUE", help="options of the variant, such as window=256; "
-                        "docs/mka.md lists them")  # fmt: skip
+    parser.add_argument("names", nargs="*", metavar="OPTION=VALUE", help="options of the variant, such as window=256 "
+                        "or tiers=[1,3]; docs/mka.md lists them")  # fmt: skip
     parser.add_argument("--layers", type=layer_numbers, metavar="N,N", help="layers to convert (default: all)")
     add_prompts(parser, "read to measure the distance", 4)
     add_json(parser)
@@ -86,6 +87,8 @@ def conversion(variant: str, options: dict[str, Any], layers: tuple[int, ...] | 
 
     if variant not in (*VARIANTS, *BASELINES):
         raise UnknownName("variant", variant, (*VARIANTS, *BASELINES))
+    if layers is not None and "layers" in options:
+        raise InvalidInput(f"layers={options['layers']} and --layers: expected one of them")
     chosen = options if layers is None else {**options, "layers": layers}
     if variant in VARIANTS:
         MKAConfig.make(variant, **{name: tuple(x) if isinstance(x, list) else x for name, x in chosen.items()})

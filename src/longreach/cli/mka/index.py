@@ -17,7 +17,7 @@ EXAMPLES = (
 )
 FORMAT = 1
 RECORD = "index.json"
-HELD_OUT = 4  # every so many prompts, one is measured on
+HELD_OUT = 4  # one of 4 prompts is measured on
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

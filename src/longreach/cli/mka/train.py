@@ -218,7 +218,7 @@ class Rows:
 
     def _begin(self, levels: int) -> None:
         columns = [Column("step", 5), Column("seconds", 7), Column("loss", 7), Column("KL", 7), Column("nll", 5),
-                   Column("grad", 6), Column("rate", 4), Column("tok/s", 6)]  # fmt: skip
+                   Column("grad", 7), Column("rate", 4), Column("tok/s", 6)]  # fmt: skip
         self._table = Table(self._out, [*columns, Column("gates", max(5, 6 * levels - 1), wide=True)])
         self._print(lambda table: table.header())
 
@@ -255,8 +255,8 @@ def show(record: dict[str, Any], folder: str) -> None:
     )
     out.print(f"On {after['sequences']} sequences that were not trained on ({after['tokens']} tokens):")
     for name, found in (("before", before), ("after", after)):
-        told = f"perplexity {found['perplexity']:.4g}" if found["kl"] is None else distance_line(found)
-        out.print(f"{name}: {told}", soft_wrap=True)
+        text = f"perplexity {found['perplexity']:.4g}" if found["kl"] is None else distance_line(found)
+        out.print(f"{name}: {text}", soft_wrap=True)
     out.print(
         "KL and nll are nats a token; gates: mean of each level's, over layers; rate: of learning, over the highest.",
         soft_wrap=True,

@@ -96,10 +96,10 @@ def tiles_of_rows(
 
 
 def tile_ranges(tiles: Tensor, seq: Tensor, shape: Shape, limits: Limits, block: int) -> Tensor:
-    """int32 [spans, B, blocks, 2]: the tiles [first, stop) outside which no row sees a block of `block` keys.
+    """int32 [spans, B, blocks, 2]: the tiles [first, stop) outside which no row attends to a block of `block` keys.
 
     The range is exact where a sequence's rows start and end their spans in the order of their positions, as windows and
-    causal spans do; else it may hold tiles that see nothing of the block.
+    causal spans do; else it may hold tiles without any of the block.
     """
     batch, blocks = shape.sequences, -(-shape.slots // block)
     row = tiles.clamp(min=0).long()

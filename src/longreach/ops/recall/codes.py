@@ -29,10 +29,10 @@ def planes_of(dim: int, bits: int, seed: int) -> Tensor:
     return directions(dim, bits, seed=seed)
 
 
-def check_bits(bits: object) -> None:
-    """Raise InvalidInput unless `bits` is a multiple of 8 up to 256."""
+def check_bits(bits: object, name: str = "bits") -> None:
+    """Raise InvalidInput unless `bits` is a multiple of 8 up to 256. name: of the option, in the message."""
     ok = isinstance(bits, int) and not isinstance(bits, bool) and bits % 8 == 0 and 8 <= bits <= WIDEST
-    require(ok, lambda: f"bits: expected a multiple of 8 up to {WIDEST}, got {bits!r}")
+    require(ok, lambda: f"{name}: expected a multiple of 8 up to {WIDEST}, got {bits!r}")
 
 
 def code_width(kind: Kind, dim: int, bits: int = 128) -> int:

@@ -190,7 +190,7 @@ class TextSource(Source):
                 return self._parts[part][at : at + take]
             left -= self._windows(length, lap)
         raise InvalidInput(
-            f"the texts hold {number - left} different sequences of {length} tokens, and training asks for more; give "
+            f"the texts hold {number - left} different sequences of {length} tokens, and training needs more; give "
             f"more --text, or train for fewer steps"
         )
 

@@ -138,9 +138,9 @@ def distil(
 ) -> dict[str, Any]:
     """Train the index of every layer that recalls by one, in place; shares found before and after, as JSON.
 
-    prompts: read by the model's own attention with its present weights; an index sees each many times. held_out: other
-    prompts, to measure shares. steps: updates of each layer's index, one prompt each. rows: of a prompt. counts: of
-    recalled blocks. held_bytes: memory for rows and keys; prompts beyond it are read later, for steps of their own.
+    prompts: read by the model's own attention with its present weights; each is used many times. held_out:
+    other prompts, to measure shares. steps: updates of each layer's index, one prompt each. rows: of a prompt. counts:
+    of recalled blocks. held_bytes: memory for rows and keys; prompts beyond it are read later, for steps of their own.
     on_step: called with layer, step and loss.
     Raises InvalidInput for a model without an index, prompts that are too short, or none.
     """

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from longreach.errors import InvalidInput, UnknownName
+from longreach.ops.types import require
 from longreach.train.mka.budgets import Budget
 
 Trained = Literal["levels", "attention", "all"]
@@ -53,18 +54,22 @@ class HealOptions:
             raise UnknownName("part of a model to train", self.train, TRAINED)
         if (self.steps is None) == (self.minutes is None):
             raise InvalidInput("steps, minutes: expected one of them")
+        ok = isinstance(self.lengths, tuple) and self.lengths and all(is_whole(n, 2) for n in self.lengths)
+        require(bool(ok), f"lengths: expected one or more ints of at least 2, got {self.lengths!r}")
         for name in ("steps", "batch_tokens", "accumulate"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidInput(f"{name}: expected at least 1, got {value}")
+            ok = is_whole(value, 1) or (value is None and name == "steps")
+            require(ok, f"{name}: expected an int of at least 1, got {value!r}")
+        for name in ("warmup", "seed"):
+            value = getattr(self, name)
+            require(is_whole(value, 0), f"{name}: expected an int of at least 0, got {value!r}")
         for name in ("minutes", "learning_rate", "gate_rate", "clip"):
             value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise InvalidInput(f"{name}: expected a number above 0, got {value:g}")
-        for name in ("kl", "nll", "weight_decay", "warmup", "final", "text_loss", "context_weight"):
+            ok = (is_number(value) and value > 0) or (value is None and name == "minutes")
+            require(ok, f"{name}: expected a number above 0, got {value!r}")
+        for name in ("kl", "nll", "weight_decay", "final", "text_loss", "context_weight"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise InvalidInput(f"{name}: expected a number of at least 0, got {value:g}")
+            require(is_number(value) and value >= 0, f"{name}: expected a number of at least 0, got {value!r}")
         if not self.kl and not self.nll:
             raise InvalidInput("kl, nll: expected a weight above 0 for one of them")
 
@@ -81,3 +86,13 @@ class HealOptions:
     def to_json(self) -> dict[str, Any]:
         """The options as JSON holds them."""
         return {**asdict(self), "lengths": list(self.lengths), "budgets": [list(one) for one in self.budgets]}
+
+
+def is_whole(value: object, least: int) -> bool:
+    """Whether `value` is an int (not True) of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def is_number(value: object) -> bool:
+    """Whether `value` is a finite int or float."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -170,7 +170,7 @@ class Trainer:
         return found
 
     def restore(self, state: dict[str, Tensor], updates: int) -> None:
-        """Continue from `state` after so many updates. Raises InvalidInput if it is of another model."""
+        """Continue from `state` after `updates` updates. Raises InvalidInput if it is of another model."""
         wanted = {f"parameter/{name}": p.shape for name, p in self.parameters.items()}
         given = {name: x.shape for name, x in state.items() if name.startswith("parameter/")}
         if wanted != given:

@@ -13,7 +13,7 @@ import longreach
 from longreach.adapters.transformers.mka import convert, register
 from longreach.adapters.transformers.mka.baselines import LatentAttention, still
 from longreach.adapters.transformers.mka.rotation import layout_of
-from longreach.errors import InvalidInput, LongreachError, ModelFileError, UnknownName
+from longreach.errors import InvalidInput, LongreachError, ModelFileError, UnknownName, Unsupported
 from longreach.testing.tiny import random_tokens, tiny_model
 
 FAMILIES = ("llama", "qwen2", "qwen3", "glm4")
@@ -50,6 +50,15 @@ def test_averaged_heads(family: str) -> None:
     assert mqa.config.num_key_value_heads == 1 and not torch.allclose(logits(mqa), logits(model), atol=1e-2)
     out = mqa.generate(random_tokens(1, 9), max_new_tokens=4, do_sample=False, use_cache=True)
     assert torch.equal(out, mqa.generate(random_tokens(1, 9), max_new_tokens=4, do_sample=False, use_cache=False))
+
+
+def test_methods_that_need_frequencies_refuse_mla() -> None:
+    model = convert(made("llama"), "mla")
+    with (
+        longreach.attach(model, decode=longreach.BlockMKA(block=4, window=8, recall="summary")),
+        pytest.raises(Unsupported, match="is MLA, which rotates its keys in part"),
+    ):
+        model.generate(random_tokens(1, 30), max_new_tokens=2, do_sample=False)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -102,7 +111,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ("mhq", {}, "mhq"),
         ("mha", {"heads": 4}, "heads"),
         ("gqa", {"kv_heads": 2, "layers": [0]}, "all layers"),
-        ("gqa", {}, "kv_heads: expected a divisor of the 4 query heads"),
+        ("gqa", {}, "kv_heads: gqa needs a number of KV heads"),
         ("gqa", {"kv_heads": 3}, "kv_heads: expected a divisor"),
         ("mqa", {"kv_heads": 2}, "kv_heads: mqa has 1"),
         ("mha", {"rank": 3}, "options of mla"),

@@ -20,9 +20,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "three": ("fastmka", THREE),
     "hash": ("fastmka", HASH),
     "recall": ("fastmka", RECALL),
-    "mka": ("mka", SMALL),
+    "mka": ("mka", {**SMALL, "recall": "summary"}),
     "gated": ("mka", {**SMALL, "mode": "gated", "recall": "bounds"}),
-    "block": ("block_mka", SMALL),
+    "block": ("block_mka", {**SMALL, "recall": "summary"}),
     "index": ("block_mka", {**SMALL, "recall": "index", "features": 8, "share": (0,)}),
 }
 each = pytest.mark.parametrize("name", MODELS)

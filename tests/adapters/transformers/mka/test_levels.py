@@ -20,13 +20,13 @@ from tests.adapters.transformers.mka.models import ALL, SMALL, close, converted,
 from tests.tiers import swept
 
 mka.register()
-MKA: tuple[str, dict[str, Any]] = ("mka", SMALL)
+MKA: tuple[str, dict[str, Any]] = ("mka", {**SMALL, "recall": "summary"})
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mka": MKA,
     "gated": ("mka", {**SMALL, "mode": "gated", "recall": "bounds"}),
     "two levels": ("mka", {"tiers": (1, 2), "summary": "mean"}),
     "recall alone": ("mka", {**SMALL, "tiers": (1, 3), "recall": "index", "features": 8}),
-    "block": ("block_mka", SMALL),
+    "block": ("block_mka", {**SMALL, "recall": "summary"}),
     "block, hash": ("block_mka", {**SMALL, "recall": "hash", "bits": 16}),
     "block, shared": ("block_mka", {**SMALL, "share": (0,)}),
     "block, local": ("block_mka", {"block": 4, "window": 8, "tiers": (1, 2)}),

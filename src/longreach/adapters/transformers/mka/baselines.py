@@ -54,6 +54,7 @@ def convert_baseline(
     wanted = {"mha": shape.query_heads, "mqa": 1}.get(kind, kv_heads)
     fixed = kind == "gqa" or kv_heads is None
     require(fixed, f"kv_heads: {kind} has {wanted}; leave it out, or use gqa")
+    require(wanted is not None, "kv_heads: gqa needs a number of KV heads, such as kv_heads=2")
     ok = is_count(wanted) and shape.query_heads % int(wanted or 1) == 0
     require(ok, f"kv_heads: expected a divisor of the {shape.query_heads} query heads, got {wanted!r}")
     assert wanted is not None

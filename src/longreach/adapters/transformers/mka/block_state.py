@@ -1,4 +1,4 @@
-"""Codes and summaries of blocks of keys, kept beside the keys in a session: state of MKA and Block-MKA."""
+"""Codes and summaries of blocks of keys, kept with the keys in a session: state of MKA and Block-MKA."""
 
 from __future__ import annotations
 

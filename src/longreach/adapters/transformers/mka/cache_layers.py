@@ -1,4 +1,4 @@
-"""FastMKA's memory in a DynamicCache of plain transformers: beside the keys of each layer, so that it follows them."""
+"""FastMKA's memory in a DynamicCache of plain transformers: kept and reordered with the keys of each layer."""
 
 from __future__ import annotations
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.attach import MARK
@@ -40,8 +41,8 @@ def convert(
     lets AutoModelForCausalLM load it.
 
     Raises UnknownName (variant, option, family), InvalidInput (values of options, layers that do not exist, a model
-    that was converted already), Unsupported (quantised, compiled or wrapped models; layers with a sliding window, by
-    number), ConcurrentUse (longreach is attached). After an error the model is unchanged.
+    that was converted already or is not of transformers), Unsupported (quantised, compiled or wrapped models; layers
+    with a sliding window, by number), ConcurrentUse (longreach is attached). After an error the model is unchanged.
     """
     if variant in BASELINES:
         require(layers is None and gate == 0.0, lambda: f"layers, gate: {variant} replaces attention in all layers")
@@ -90,12 +91,15 @@ def revert(model: PreTrainedModel) -> PreTrainedModel:
 
 def _family_of(model: Any) -> Family:
     """The model's family, after a check that it can be converted."""
-    if not isinstance(model, PreTrainedModel):
+    if isinstance(model, nn.Module) and not isinstance(model, PreTrainedModel):
         what = "torch.compile" if isinstance(model, torch._dynamo.OptimizedModule) else type(model).__name__
-        raise Unsupported(
-            f"convert: expected a transformers model, got one wrapped by {what}; convert the model before it is "
-            f"compiled or wrapped"
-        )
+        if any(isinstance(m, PreTrainedModel) for m in model.modules()):
+            raise Unsupported(
+                f"convert: expected a transformers model, got one wrapped by {what}; convert the model before it is "
+                f"compiled or wrapped"
+            )
+    ok = isinstance(model, PreTrainedModel)
+    require(ok, lambda: f"convert: expected a transformers model, got {describe(model)}")
     name = str(model.config.model_type)
     if name.startswith(MLA_PREFIX):
         raise InvalidInput("convert: the model was converted to MLA already; load the original")
@@ -111,12 +115,18 @@ def _family_of(model: Any) -> Family:
         raise Unsupported(f"convert: expected a {found.base_model.__name__}, got a {type(model).__name__}")
     if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
         raise Unsupported(f"convert: {type(model).__name__} is quantised; convert the original, then quantise")
-    if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):
-        raise Unsupported(f"convert: {type(model).__name__} is compiled; convert it before model.compile()")
     if any(isinstance(m, torch._dynamo.OptimizedModule) for m in model.modules()):
         raise Unsupported(f"convert: layers of {type(model).__name__} are compiled; convert it before torch.compile")
+    if any(_compiled(m) for m in model.modules()):
+        raise Unsupported(f"convert: {type(model).__name__} is compiled; convert it before torch.compile")
     _check_free(model)
     return found
+
+
+def _compiled(module: nn.Module) -> bool:
+    """Whether `module.compile()` was called, or its forward replaced by a compiled one."""
+    forward = module.__dict__.get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_inline")
 
 
 def _check_free(model: PreTrainedModel) -> None:
@@ -134,12 +144,7 @@ def _check_layers(model: PreTrainedModel, config: MKAConfig) -> None:
                 f"convert: attention of layer {layer} has a forward of its own (accelerate's hooks of a device_map?); "
                 f"convert the model first, save it, and load it with the device_map"
             )
-        weight = weight_of(module)
-        if not weight.dtype.is_floating_point or weight.element_size() < 2:
-            raise Unsupported(
-                f"convert: layer {layer} has weights of {weight.dtype} (quantised?); convert the original"
-            )
-        if weight.is_meta:
+        if weight_of(module).is_meta:
             raise Unsupported(f"convert: layer {layer} has its weights on the meta device; load them first")
 
 

@@ -100,7 +100,7 @@ class MemoryModel:
         if wrong:
             raise ModelFileError(
                 f"{path}: {len(wrong)} tensors of MKA are missing from its weights or have another shape, such as "
-                f"{wrong[0]}; they are not made anew: fetch the model again, or convert the original with "
+                f"{wrong[0]}; they are not made again: fetch the model again, or convert the original with "
                 f"longreach.convert"
             )
         return (model, info) if output_loading_info else model
@@ -140,7 +140,7 @@ def _made(base: type, doc: str, *mixins: type, **fields: Any) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Classes that pickle asks for before they are made."""
+    """Classes that pickle looks up before they are made."""
     if name.startswith("LongreachMKA"):
         for one in families():
             own = one.base_model

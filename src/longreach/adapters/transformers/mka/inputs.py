@@ -36,7 +36,7 @@ def remove_hook(decoder: nn.Module) -> None:
 def describe_tokens(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Pass Tokens to the layers as a keyword, and positions of real tokens where a mask has padding and none came.
 
-    A keyword, as gradient checkpointing repeats layers after other passes. In a longreach session the step knows.
+    A keyword, as gradient checkpointing repeats layers after other passes. In a longreach session the step has them.
     """
     if MARK in decoder.__dict__:
         return None

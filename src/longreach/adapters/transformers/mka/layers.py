@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -44,9 +46,16 @@ def levels_for(model: PreTrainedModel, options: MKAConfig, gate: float) -> dict[
 
 
 def weight_of(attention: nn.Module) -> Tensor:
-    """The first weight of a layer's projections, also of ones that an adapter has wrapped."""
-    projection = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.q_proj
-    return next(projection.parameters())  # type: ignore[operator, union-attr]
+    """The first weight of a layer's projections, also of ones that an adapter has wrapped.
+
+    Raises Unsupported for projections without floating-point weights.
+    """
+    projection: Any = attention.qkv_proj if hasattr(attention, "qkv_proj") else attention.q_proj
+    weight: Tensor | None = next(projection.parameters(), None)
+    if weight is None or not weight.dtype.is_floating_point or weight.element_size() < 2:
+        found = f"no weights, but {type(projection).__module__}" if weight is None else f"weights of {weight.dtype}"
+        raise Unsupported(f"convert: layer {attention.layer_idx} has {found} (quantised?); convert the original")
+    return weight
 
 
 def _placed(levels: Levels, like: Tensor) -> Levels:

@@ -1,4 +1,4 @@
-"""Where FastMKA's memory of earlier tokens lies: in a cache of plain transformers, or beside longreach's own."""
+"""Where FastMKA's memory of earlier tokens lies: in a cache of plain transformers, or with longreach's own."""
 
 from __future__ import annotations
 

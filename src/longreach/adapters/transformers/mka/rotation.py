@@ -27,7 +27,7 @@ def layout_of(decoder: nn.Module) -> tuple[Layout, int]:
     apply = getattr(sys.modules[_own(type(module)).__module__], "apply_rotary_pos_emb", None)
     embed: Any = getattr(decoder, "rotary_emb", None)
     if apply is None or embed is None:
-        raise Unsupported(f"{type(decoder).__name__} has no rotary embedding that longreach knows")
+        raise Unsupported(f"{type(decoder).__name__} has no rotary embedding that longreach supports")
     device = next(decoder.parameters()).device
     x = torch.randn(1, 2, 3, module.head_dim, generator=torch.Generator().manual_seed(0))
     cos, sin = embed(x.to(device), torch.tensor([[1, 5, 9]], device=device))
