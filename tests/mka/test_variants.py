@@ -109,6 +109,23 @@ def test_packed_and_padded_sequences_equal_separate_ones(name: str) -> None:
     assert bool((got[~mask] == 0).all())
 
 
+@every
+@torch.no_grad()
+def test_an_offset_of_all_positions_changes_nothing_but_bounds(name: str) -> None:
+    """`bounds` compares channels of rotated keys, so that it chooses by where positions begin."""
+    layer, x = layer_of(name), inputs(1, 45)
+    whole, length = layer(x), x.shape[1]
+    moved = layer(x, position_ids=torch.arange(50, 50 + length)[None])
+    if layer.config.recall == "bounds":
+        assert not torch.allclose(moved, whole)
+        return
+    torch.testing.assert_close(moved, whole, rtol=0, atol=1e-6)  # angles are fp32
+    mask = torch.arange(length + 5)[None] >= 5
+    padded = torch.cat([x[:, :5], x], 1)
+    got = layer(padded, mask=mask, position_ids=torch.arange(length + 5)[None])[:, 5:]
+    torch.testing.assert_close(got, whole, rtol=0, atol=1e-6)
+
+
 @full
 @torch.no_grad()
 def test_gate_0_is_the_layer_that_was_converted(name: str) -> None:

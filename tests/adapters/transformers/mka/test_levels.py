@@ -16,7 +16,17 @@ from longreach.adapters.transformers.mka import convert, revert
 from longreach.adapters.transformers.mka.dense import dense
 from longreach.errors import InvalidInput, Unsupported
 from longreach.testing.tiny import random_tokens, tiny_model
-from tests.adapters.transformers.mka.models import ALL, SMALL, close, converted, levels_of, opened, original
+from tests.adapters.transformers.mka.models import (
+    ALL,
+    HASH,
+    SMALL,
+    THREE,
+    close,
+    converted,
+    levels_of,
+    opened,
+    original,
+)
 from tests.tiers import swept
 
 mka.register()
@@ -102,6 +112,38 @@ def test_padding_and_packed_documents_change_nothing(name: str) -> None:
     starts = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(torch.cat(parts, 1), position_ids=starts, use_cache=False).logits[0]
     close(packed, torch.cat(want))
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "fastmka", "fastmka, hash"])
+@torch.no_grad()
+def test_positions_that_begin_elsewhere(name: str) -> None:
+    """A padded row with the positions of its columns, in one pass and over a cache, with positions and without."""
+    model, tokens = offset_model(name), random_tokens(2, 33)
+    padded, mask = torch.cat([tokens[:, :5], tokens], 1), (torch.arange(38) >= 5).long().repeat(2, 1)
+    positions = torch.arange(38)[None]
+    want = model(tokens, use_cache=False).logits
+    got = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    if levels_of(model)[0].config.recall == "bounds":  # which compares channels of rotated keys
+        want = got[:, 5:]
+    close(got[:, 5:], want)
+    for given in (True, False):
+        cache, parts = DynamicCache(config=model.config), []
+        for a, b in pairwise([0, 17, 18, 30, *range(31, 39)]):
+            more = {"position_ids": positions[:, a:b]} if given or not a else {}
+            parts.append(model(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache, **more).logits)
+        close(torch.cat(parts, 1)[:, 5:], want)
+    cache = DynamicCache(config=model.config)
+    model(tokens[:, :20], position_ids=positions[:, 3:23], past_key_values=cache)
+    got = model(tokens[:, 20:], past_key_values=cache).logits  # no mask and no positions
+    close(got, model(tokens, position_ids=positions[:, 3:36], use_cache=False).logits[:, 20:])
+    with pytest.raises(InvalidInput, match="position_ids: expected to ascend by 1 within a row, from its cached"):
+        model(tokens[:, :2], position_ids=positions[:, 33:35], past_key_values=cache)
+
+
+def offset_model(name: str) -> Any:
+    if name in VARIANTS:
+        return made(name)
+    return converted(**(HASH if name.endswith("hash") else THREE))
 
 
 @each

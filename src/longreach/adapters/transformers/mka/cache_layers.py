@@ -22,12 +22,14 @@ class Held:
     """The memory of a layer after `columns` columns of a cache.
 
     count: int64 [B], real tokens of each row. memory: None where documents were packed, which nothing can continue.
+    first_position: int64 [B], the position by which each row's first token is rotated; None if it is 0 in all.
     """
 
     config: MKAConfig
     columns: int
     count: Tensor
     memory: FastMemory | None
+    first_position: Tensor | None = None
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Held:
         """With every tensor [B, ...] changed."""
@@ -36,7 +38,8 @@ class Held:
             carry, sums = memory.carry, memory.sums
             carry = None if carry is None else ScanCarry(change(carry.mean), change(carry.weight))
             memory = FastMemory(carry, None if sums is None else change(sums))
-        return replace(self, count=change(self.count), memory=memory)
+        first = None if self.first_position is None else change(self.first_position)
+        return replace(self, count=change(self.count), memory=memory, first_position=first)
 
 
 class MemoryLayer(DynamicLayer):
@@ -96,17 +99,17 @@ def layer_of(cache: Any, layer: int) -> MemoryLayer:
     return found
 
 
-def counts_in(cache: Any, layer: int) -> Tensor:
-    """int64 [B]: real tokens of each row, by this layer. Raises InvalidInput for a cache that another model has filled,
-    or this one not in all layers."""
-    count = _checked(layer_of(cache, layer), layer).count
+def held_in(cache: Any, layer: int) -> Held:
+    """What this layer holds of the cache's tokens. Raises InvalidInput for a cache that another model has filled, or
+    this one not in all layers."""
+    held = _checked(layer_of(cache, layer), layer)
     columns = {n: x.get_seq_length() for n, x in enumerate(cache.layers) if isinstance(x, MemoryLayer)}
     if len(set(columns.values())) > 1:
         raise InvalidInput(
             f"past_key_values: layers hold {sorted(set(columns.values()))} columns, not all the same (a pass failed?); "
             f"start with an empty cache"
         )
-    return count
+    return held
 
 
 def memory_before(layer: MemoryLayer, number: int, config: MKAConfig, tokens: Tokens, fresh: FastMemory) -> FastMemory:
