@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, LongreachError
 from longreach.mka.config import MKAConfig
+from longreach.mka.fast import FastMemory, fuse
 from longreach.mka.module import Attention, LayerState, MemoryAttention, attention
 from tests.mka import layer as layers
 from tests.mka.layer import SHAPE, WIDTH, Decoding
@@ -185,3 +187,20 @@ def test_nan_of_one_sequence_stays_there(name: str) -> None:
 def test_a_layer_alone_shares_no_blocks() -> None:
     with pytest.raises(LongreachError, match="a layer alone shares no blocks"):
         attention("block_mka", SHAPE, share=(0,))
+
+
+@torch.no_grad()
+def test_fastmka_hashes_in_fp64() -> None:
+    """Projections near 0 of large channels have the signs of fp64, in whatever order fp32 would add them."""
+    places = torch.tensor(list(permutations(range(SHAPE.dim), 3)))
+    q = torch.zeros(len(places), SHAPE.dim).scatter(1, places, torch.tensor([1e8, -1.0, -1e8]).expand(len(places), 3))
+    layer = layer_of("fastmka, hash", blocks=1).float()
+    layer.mka.planes.fill_(1.0)
+    memory = FastMemory.empty(layer.config, 1, 5, SHAPE.kv_heads, SHAPE.dim, torch.float32, "cpu")
+    assert memory.sums is not None
+    memory.sums[0, :, :, : SHAPE.dim] = 1.0
+    memory.sums[0, 0] = -1.0  # the block whose code is that of the queries
+    zeros, rows = torch.zeros(len(q), SHAPE.kv_heads, SHAPE.dim), len(q)
+    _, v, _, weights = fuse(layer.mka, q[:, None].expand(-1, SHAPE.heads, -1), zeros, zeros, zeros[:, 0, 0].long(),
+                            torch.full((rows,), 19), [rows], memory, scale=1.0)  # fmt: skip
+    torch.testing.assert_close(v, (weights[:, 1, None, None] * -0.25).expand_as(v))
