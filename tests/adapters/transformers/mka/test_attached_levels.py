@@ -260,6 +260,17 @@ def test_layers_that_are_not_converted_attend_by_the_method() -> None:
         assert torch.equal(longreach.generate(session, tokens, max_new_tokens=NEW).tokens, want.tokens)
 
 
+@torch.no_grad()
+def test_cuts_that_are_refused() -> None:
+    """Running means cannot be cut; the error has the variant's name."""
+    model, tokens = made("mka"), random_tokens(1, 30)
+    with attach(model) as session:
+        cache = session.new_cache(1)
+        model(tokens, past_key_values=cache)
+        with pytest.raises(Unsupported, match="the state that mka keeps of earlier tokens cannot be cut from 30 to 25"):
+            cache.crop(-5)
+
+
 @each
 @torch.no_grad()
 def test_positions_that_begin_elsewhere(name: str) -> None:

@@ -148,6 +148,50 @@ def offset_model(name: str) -> Any:
 
 @each
 @torch.no_grad()
+def test_crop(name: str) -> None:
+    """A cache without running means can be cut anywhere, also within padding; with them, to nothing."""
+    model, tokens = made(name), random_tokens(3, 33)
+    mask = (torch.arange(33) >= torch.tensor([[0], [9], [25]])).long()
+    want = model(tokens, attention_mask=mask, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    model(tokens[:, :14], attention_mask=mask[:, :14], past_key_values=cache)
+    model(tokens[:, 14:], attention_mask=mask, past_key_values=cache)
+    if levels_of(model)[0].config.keeps_means:
+        with pytest.raises(Unsupported, match="crop: the memory that mka keeps of 33 columns cannot be cut to 20"):
+            cache.crop(-13)
+        cache.crop(-33)
+        close(model(tokens, attention_mask=mask, past_key_values=cache).logits[mask.bool()], want[mask.bool()])
+        return
+    for kept in (28, 20, 5):
+        cache.crop(kept - cache.get_seq_length())
+        other = copy.deepcopy(cache)
+        other.reorder_cache(torch.tensor([1, 2, 0]))
+        for one, order in ((cache, [0, 1, 2]), (other, [1, 2, 0])):
+            got = model(tokens[order, kept:], attention_mask=mask[order], past_key_values=one).logits
+            real = mask[order, kept:].bool()
+            close(got[real], want[order, kept:][real])
+    cache = DynamicCache(config=model.config)
+    model(tokens, past_key_values=cache)
+    cache.crop(-13)
+    close(model(tokens[:, 20:], past_key_values=cache).logits, model(tokens, use_cache=False).logits[:, 20:])
+
+
+@each
+@torch.no_grad()
+def test_assisted_generation(name: str) -> None:
+    """Guessed tokens are removed from the cache again."""
+    model, tokens = made(name), random_tokens(1, 25)
+    given = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    want = model.generate(tokens, **given)
+    if levels_of(model)[0].config.keeps_means:
+        with pytest.raises(Unsupported, match="crop"):
+            model.generate(tokens, assistant_model=original("llama"), **given)
+    else:
+        assert torch.equal(model.generate(tokens, assistant_model=original("llama"), **given), want)
+
+
+@each
+@torch.no_grad()
 def test_generate_and_round_trip(name: str, tmp_path: Path) -> None:
     model, tokens = made(name), random_tokens(2, 21)
     out = model.generate(tokens, max_new_tokens=6, do_sample=False)

@@ -1,8 +1,8 @@
-"""Where FastMKA's memory of earlier tokens lies: in a cache of plain transformers, or beside longreach's own."""
+"""Where MKA's memory of earlier tokens lies: in a cache of plain transformers, or next to longreach's own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -63,8 +63,25 @@ class PassMemory:
         past = 0 if layer.held is None or tokens.fresh else layer.held.count
         count = torch.full((rows,), length, device=tokens.seq.device) if tokens.real is None else tokens.real.sum(1)
         kept = memory if tokens.sequences == rows else None  # packed documents: none of them can be continued
-        columns = layer.get_seq_length() + length
-        layer.held = Held(self.config, columns, past + count, kept, tokens.first_position)
+        columns = layer.get_seq_length()
+        held = Held(self.config, columns + length, past + count, kept, tokens.first_position)
+        if held.can_cut:
+            held = replace(held, real=self._real(columns))
+        layer.held = held
+
+    def _real(self, columns: int) -> Tensor | None:
+        """bool [B, columns + T], which columns of the cache and of the pass are tokens; None if all are."""
+        assert self.layer is not None
+        held, tokens = self.layer.held, self.tokens
+        before = None if held is None or tokens.fresh else held.real
+        if before is None and tokens.real is None:
+            return None
+        device, (rows, length) = tokens.seq.device, tokens.shape
+        whole = torch.ones(rows, columns + length, dtype=torch.bool, device=device)
+        for part, real in ((whole[:, :columns], before), (whole[:, columns:], tokens.real)):
+            if real is not None:
+                part.copy_(real)
+        return whole
 
 
 @dataclass
@@ -108,7 +125,9 @@ class StepMemory:
             )
         config, device = self.config, self.step.append.slots.device
         block = config.block if config.keeps_sums else None
-        state = store.of_model(MEANS, lambda: MixState(store.slots, device, means=config.keeps_means, block=block))
+        state = store.of_model(
+            MEANS, lambda: MixState(store.slots, device, means=config.keeps_means, block=block, variant=config.variant)
+        )
         assert isinstance(state, MixState)
         return state
 
