@@ -204,3 +204,24 @@ def test_fastmka_hashes_in_fp64() -> None:
     _, v, _, weights = fuse(layer.mka, q[:, None].expand(-1, SHAPE.heads, -1), zeros, zeros, zeros[:, 0, 0].long(),
                             torch.full((rows,), 19), [rows], memory, scale=1.0)  # fmt: skip
     torch.testing.assert_close(v, (weights[:, 1, None, None] * -0.25).expand_as(v))
+
+
+@pytest.mark.parametrize("name", ["mka, gated", "block", "block, local"])
+def test_rows_whose_weights_are_all_below_0(name: str) -> None:
+    """They attend to level 1 alone, when they are decoded too, and the gates of the other levels have a gradient."""
+    layer, x = layer_of(name), inputs(1, 45)
+    start, router = torch.tensor(layer.config.start), layer.mka.router
+    with torch.no_grad():
+        router.gate.bias.copy_(torch.where(start > 0, 3.0, -0.1))
+        router.down.bias[1].add_(20.0)  # lambda of level 2 is near 1: weights are -2 and -0.1
+        got, state = layer(x), LayerState()
+        close(torch.cat([layer(part, state=state) for part in x.split([30, *[1] * 15], 1)], 1), got)
+        q = layer.q_proj(x[0]).unflatten(-1, (SHAPE.heads, SHAPE.dim))
+        below = (router(q) <= 0).all(-1) & (torch.arange(45) >= 20)  # rows with blocks
+    assert bool(below.any())
+    window = layer_of("block, window" if layer.config.variant == "block_mka" else "mka, gated", gate=0.0)
+    window.load_state_dict({n: p for n, p in layer.state_dict().items() if "mka" not in n}, strict=False)
+    close(got[0, below], window(x)[0, below])
+    layer(x)[0, below].square().sum().backward()
+    gate = router.gate.bias.grad
+    assert gate is not None and float(gate[1:].abs().min()) > 0
