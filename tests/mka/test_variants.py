@@ -12,7 +12,7 @@ from torch import Tensor
 from longreach.errors import InvalidInput, LongreachError
 from longreach.mka.config import MKAConfig
 from longreach.mka.fast import FastMemory, fuse
-from longreach.mka.module import Attention, LayerState, MemoryAttention, attention
+from longreach.mka.module import KINDS, Attention, AttentionShape, LayerState, MemoryAttention, attention
 from tests.mka import layer as layers
 from tests.mka.layer import SHAPE, WIDTH, Decoding
 
@@ -225,3 +225,16 @@ def test_rows_whose_weights_are_all_below_0(name: str) -> None:
     layer(x)[0, below].square().sum().backward()
     gate = router.gate.bias.grad
     assert gate is not None and float(gate[1:].abs().min()) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_state_of_other_sizes_is_refused(kind: str) -> None:
+    layer, state = attention(kind, SHAPE).double(), LayerState()
+    layer(inputs(2, 5), state=state)
+    with pytest.raises(InvalidInput, match=r"state: expected 3 sequences, \d KV heads and 16 channels .* got 2, "):
+        layer(inputs(3, 5), state=state)
+    other = attention("fastmka", AttentionShape(WIDTH, 6, 3, 8)).double()
+    with pytest.raises(InvalidInput, match=r"3 KV heads and 8 channels a head, got 2, \d and 16; give each"):
+        other(inputs(2, 5), state=state)
+    assert state.length == 5

@@ -62,6 +62,19 @@ class LayerState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     memory: FastMemory | None = None
 
+    def check(self, batch: int, kv_heads: int, dim: int) -> None:
+        """Raise InvalidInput where the state holds keys of another shape than [batch, kv_heads, N, dim]."""
+        if (k := self.tensors.get("k")) is None:
+            return
+        found = len(k), k.shape[1], k.shape[3]
+        require(
+            found == (batch, kv_heads, dim),
+            lambda: (
+                f"state: expected {batch} sequences, {kv_heads} KV heads and {dim} channels a head, got "
+                f"{found[0]}, {found[1]} and {found[2]}; give each batch and layer a LayerState of its own"
+            ),
+        )
+
     def extend(self, name: str, new: Tensor) -> Tensor:
         """[B, G, N, D] of all tokens, the new ones [B, G, T, D] last."""
         old = self.tensors.get(name)
@@ -104,13 +117,15 @@ class Attention(nn.Module):
         mask: [B, T], 0 for padding, whose outputs are 0. position_ids: int [1 or B, T], by which tokens are rotated;
         positions that restart at 0 begin another document. state: continues sequences of one length, unpadded and
         unpacked.
-        Raises InvalidInput for a mask or position ids together with a state.
+        Raises InvalidInput for a mask or position ids together with a state, and for a state of other sizes.
         """
         require(
             state is None or (mask is None and position_ids is None),
             "state: continues unpadded sequences of one length; leave out mask and position_ids",
         )
         batch, length = x.shape[:2]
+        if state is not None:
+            state.check(batch, self.shape.kv_heads, self.shape.dim)
         past = None
         if state is not None and state.length:
             past = torch.full((batch,), state.length, dtype=torch.int64, device=x.device)
