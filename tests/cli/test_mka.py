@@ -301,10 +301,12 @@ def test_the_shipped_model_converted_healed_and_asked(longreach: Any, tmp_path: 
     small = ["block=16", "window=64", "blocks=4", "--length", 512, "--prompts", 1]
     assert longreach("mka", "convert", "mini", "block_mka", *small, "--out", folder).code == 0
     trained = longreach("mka", "train", folder, "--teacher", "mini", "--out", healed, "--steps", 20, "--lengths", 512,
-                        "--batch-tokens", 512, "--accumulate", 1, "--learning-rate", 5e-5, "--json")  # fmt: skip
+                        "--batch-tokens", 512, "--accumulate", 1, "--learning-rate", 1e-5, "--json")  # fmt: skip
     assert trained.code == 0, trained.err
     record = json.loads(trained.out)
-    assert record["steps"] == 20 and record["after"]["kl"] < 1.2 * record["before"]["kl"]
+    assert record["steps"] == 20 and record["after"]["tokens"] == record["before"]["tokens"]
+    for loss in ("kl", "nll"):  # a small step towards the teacher: KL falls from 0.161 to 0.158 nats a token
+        assert record["after"][loss] < record["before"][loss]
     asked = longreach("eval", "--model", healed, "--tasks", "niah_single_1", "--length", 512, "--samples", 2,
                       "--method", "dense", "--json")  # fmt: skip
     assert asked.code == 0, asked.err

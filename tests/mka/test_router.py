@@ -70,6 +70,16 @@ def test_negative_weights_of_a_mixture_are_0_and_keep_their_gradient() -> None:
     assert weights.grad is not None and weights.grad.tolist() == [1.0, 1.0, 1.0]
 
 
+def test_a_row_without_a_weight_above_0_has_level_1() -> None:
+    weights = torch.tensor([[-0.5, -0.25, 0.0], [-0.5, 0.5, -1.0], [0.0, 0.0, 0.0]], requires_grad=True)
+    kept = at_least_zero(weights)
+    assert kept.tolist() == [[1.0, 0.0, 0.0], [0.0, 0.5, 0.0], [1.0, 0.0, 0.0]]
+    assert torch.equal(at_least_zero(weights.detach()), kept)
+    kept.sum().backward()
+    assert weights.grad is not None and bool((weights.grad == 1).all())
+    assert bool(at_least_zero(torch.tensor([-1.0, torch.nan])).isnan().any())
+
+
 def test_ranks_agree_with_one() -> None:
     whole, q, there = router(), queries(), torch.ones(9, dtype=torch.bool)
     hidden = list[Tensor]()

@@ -41,6 +41,26 @@ def test_positions_that_restart_begin_documents() -> None:
     assert tokens.seq.tolist() == [0, 0, 0, 1, 1, 2, 3, 3, 3, 3]
 
 
+def test_positions_may_begin_anywhere() -> None:
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]])
+    tokens = Tokens.of((3, 4), "cpu", mask=mask, position_ids=torch.arange(4)[None])
+    assert tokens.pos.tolist() == [0, 1, 0, 1, 2, 3] and tokens.rotary_pos.tolist() == [2, 3, 0, 1, 2, 3]
+    assert tokens.counts == (2, 4, 0) and tokens.first_position is not None
+    assert Layout.of(tokens, 2).first[0, :3].tolist() == [2, 0, 2]
+    given = {"mask": torch.ones(3, 2), "past": torch.tensor([2, 4, 0])}
+    then = Tokens.of((3, 2), "cpu", first_position=tokens.first_position, **given)
+    assert then.rotary_pos.tolist() == [4, 5, 4, 5, 0, 1]
+    positions = torch.tensor([[4, 5], [4, 5], [7, 8]])  # the last row begins now
+    then = Tokens.of((3, 2), "cpu", position_ids=positions, first_position=tokens.first_position, **given)
+    assert then.first_position is not None and then.first_position.tolist() == [2, 0, 7]
+    with pytest.raises(InvalidInput, match="from its cached tokens on"):
+        Tokens.of((3, 2), "cpu", position_ids=positions + 1, first_position=tokens.first_position, **given)
+    whole = Tokens.of((2, 4), "cpu", position_ids=torch.tensor([[5, 6, 7, 8], [0, 1, 2, 3]]))
+    assert whole.rectangular and Layout.of(whole, 2).first.tolist() == [[5, 7], [0, 2]]
+    packed = Tokens.of((1, 5), "cpu", position_ids=torch.tensor([[3, 4, 0, 1, 2]]))
+    assert packed.counts == (2, 3) and packed.first_position is not None and packed.first_position.tolist() == [3, 0]
+
+
 def test_a_past_continues() -> None:
     mask = torch.tensor([[1, 1], [0, 1]])
     tokens = Tokens.of((2, 2), "cpu", mask=mask, past=torch.tensor([5, 7]))
@@ -50,5 +70,5 @@ def test_a_past_continues() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(InvalidInput, match=r"attention_mask: expected \[B, T\]=\[2, 3\]"):
         Tokens.of((2, 3), "cpu", mask=torch.ones(2, 4))
-    with pytest.raises(InvalidInput, match="restart at 0 only"):
+    with pytest.raises(InvalidInput, match="restart at 0"):
         Tokens.of((1, 4), "cpu", position_ids=torch.tensor([[0, 1, 5, 6]]))

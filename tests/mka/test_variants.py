@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor
 
 from longreach.errors import InvalidInput, LongreachError
 from longreach.mka.config import MKAConfig
-from longreach.mka.module import Attention, AttentionShape, LayerState, MemoryAttention, attention
+from longreach.mka.fast import FastMemory, fuse
+from longreach.mka.module import KINDS, Attention, AttentionShape, LayerState, MemoryAttention, attention
 from tests.mka import layer as layers
 from tests.mka.layer import SHAPE, WIDTH, Decoding
 
@@ -109,6 +111,23 @@ def test_packed_and_padded_sequences_equal_separate_ones(name: str) -> None:
     assert bool((got[~mask] == 0).all())
 
 
+@every
+@torch.no_grad()
+def test_an_offset_of_all_positions_changes_nothing_but_bounds(name: str) -> None:
+    """`bounds` compares channels of rotated keys, so that it chooses by where positions begin."""
+    layer, x = layer_of(name), inputs(1, 45)
+    whole, length = layer(x), x.shape[1]
+    moved = layer(x, position_ids=torch.arange(50, 50 + length)[None])
+    if layer.config.recall == "bounds":
+        assert not torch.allclose(moved, whole)
+        return
+    torch.testing.assert_close(moved, whole, rtol=0, atol=1e-6)  # angles are fp32
+    mask = torch.arange(length + 5)[None] >= 5
+    padded = torch.cat([x[:, :5], x], 1)
+    got = layer(padded, mask=mask, position_ids=torch.arange(length + 5)[None])[:, 5:]
+    torch.testing.assert_close(got, whole, rtol=0, atol=1e-6)
+
+
 @full
 @torch.no_grad()
 def test_gate_0_is_the_layer_that_was_converted(name: str) -> None:
@@ -182,3 +201,54 @@ def test_bounds_of_wide_heads_are_refused_at_construction() -> None:
 def test_sizes_are_counts(sizes: Any) -> None:
     with pytest.raises(InvalidInput, match=r"(width|heads|kv_heads|dim): expected a count >= 1, got"):
         AttentionShape(*sizes)
+
+
+@torch.no_grad()
+def test_fastmka_hashes_in_fp64() -> None:
+    """Projections near 0 of large channels have the signs of fp64, in whatever order fp32 would add them."""
+    places = torch.tensor(list(permutations(range(SHAPE.dim), 3)))
+    q = torch.zeros(len(places), SHAPE.dim).scatter(1, places, torch.tensor([1e8, -1.0, -1e8]).expand(len(places), 3))
+    layer = layer_of("fastmka, hash", blocks=1).float()
+    layer.mka.planes.fill_(1.0)
+    memory = FastMemory.empty(layer.config, 1, 5, SHAPE.kv_heads, SHAPE.dim, torch.float32, "cpu")
+    assert memory.sums is not None
+    memory.sums[0, :, :, : SHAPE.dim] = 1.0
+    memory.sums[0, 0] = -1.0  # the block whose code is that of the queries
+    zeros, rows = torch.zeros(len(q), SHAPE.kv_heads, SHAPE.dim), len(q)
+    _, v, _, weights = fuse(layer.mka, q[:, None].expand(-1, SHAPE.heads, -1), zeros, zeros, zeros[:, 0, 0].long(),
+                            torch.full((rows,), 19), [rows], memory, scale=1.0)  # fmt: skip
+    torch.testing.assert_close(v, (weights[:, 1, None, None] * -0.25).expand_as(v))
+
+
+@pytest.mark.parametrize("name", ["mka, gated", "block", "block, local"])
+def test_rows_whose_weights_are_all_below_0(name: str) -> None:
+    """They attend to level 1 alone, when they are decoded too, and the gates of the other levels have a gradient."""
+    layer, x = layer_of(name), inputs(1, 45)
+    start, router = torch.tensor(layer.config.start), layer.mka.router
+    with torch.no_grad():
+        router.gate.bias.copy_(torch.where(start > 0, 3.0, -0.1))
+        router.down.bias[1].add_(20.0)  # lambda of level 2 is near 1: weights are -2 and -0.1
+        got, state = layer(x), LayerState()
+        close(torch.cat([layer(part, state=state) for part in x.split([30, *[1] * 15], 1)], 1), got)
+        q = layer.q_proj(x[0]).unflatten(-1, (SHAPE.heads, SHAPE.dim))
+        below = (router(q) <= 0).all(-1) & (torch.arange(45) >= 20)  # rows with blocks
+    assert bool(below.any())
+    window = layer_of("block, window" if layer.config.variant == "block_mka" else "mka, gated", gate=0.0)
+    window.load_state_dict({n: p for n, p in layer.state_dict().items() if "mka" not in n}, strict=False)
+    close(got[0, below], window(x)[0, below])
+    layer(x)[0, below].square().sum().backward()
+    gate = router.gate.bias.grad
+    assert gate is not None and float(gate[1:].abs().min()) > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_a_state_of_other_sizes_is_refused(kind: str) -> None:
+    layer, state = attention(kind, SHAPE).double(), LayerState()
+    layer(inputs(2, 5), state=state)
+    with pytest.raises(InvalidInput, match=r"state: expected 3 sequences, \d KV heads and 16 channels .* got 2, "):
+        layer(inputs(3, 5), state=state)
+    other = attention("fastmka", AttentionShape(WIDTH, 6, 3, 8)).double()
+    with pytest.raises(InvalidInput, match=r"3 KV heads and 8 channels a head, got 2, \d and 16; give each"):
+        other(inputs(2, 5), state=state)
+    assert state.length == 5

@@ -64,11 +64,14 @@ class MixState:
     means cannot be undone. All buffers but `sums` stay at fixed addresses, and nothing waits for the device between
     `begin` and the end of a pass.
 
-    block: tokens of a block whose sums are kept; None: no sums. means: whether running means are kept.
+    block: tokens of a block whose sums are kept; None: no sums. means: whether running means are kept. variant: named
+    in errors.
     """
 
-    def __init__(self, slots: int, device: torch.device | str, *, means: bool, block: int | None):
-        self.slots, self.means, self.block, self._moves = slots, means, block, 0
+    def __init__(
+        self, slots: int, device: torch.device | str, *, means: bool, block: int | None, variant: str = "fastmka"
+    ):
+        self.slots, self.means, self.block, self.variant, self._moves = slots, means, block, variant, 0
         self._copies = WeakSet[_Copy]()
         self.layers: dict[int, LayerMeans] = {}
         with torch.inference_mode(False):
@@ -156,7 +159,7 @@ class MixState:
         for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
             if length and length not in count[slot] and self._copy_at(slot, length) is None:
                 raise Unsupported(
-                    f"the state that this model keeps of earlier tokens (FastMKA) cannot be cut from "
+                    f"the state that {self.variant} keeps of earlier tokens cannot be cut from "
                     f"{count[slot][turn[slot]]} to {length} tokens: expected 0, a length before or after a late "
                     f"pass ({sorted(n for n in count[slot] if n > 0)}), or one of a snapshot; read the tokens again"
                 )

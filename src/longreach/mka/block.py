@@ -82,7 +82,8 @@ class Blocks:
            summaries: bool) -> Blocks:  # fmt: skip
         """All complete blocks of contiguous memory, or neither where it has none.
 
-        first: int [P, n], positions of their first keys. code: None for no codes. Differentiable through the summaries.
+        first: int [P, n], positions by which their first keys are rotated. code: None for no codes. Differentiable
+        through the summaries.
         """
         units = first.shape[1]
         if not units:
@@ -106,7 +107,7 @@ class Blocks:
 @torch.no_grad()
 def choose(rows: Rows, pos: Tensor, kv_heads: int, blocks: Blocks, reach: Reach, code: Code, config: MKAConfig,
            scale: float, *, impl: str = "auto") -> Recalled:  # fmt: skip
-    """The blocks that each row and KV head recalls. pos: positions of the rows in their sequences [R]."""
+    """The blocks that each row and KV head recalls. pos: positions by which the rows are rotated [R]."""
     if blocks.codes is None:
         none = torch.zeros(rows.q.shape[0], kv_heads, 1, dtype=torch.int32, device=pos.device)
         return Recalled(none, none[..., 0])

@@ -172,6 +172,11 @@ class MKAConfig:
         return (self.variant == "block_mka" and self.tiers != (1,)) or (self.variant == "mka" and 3 in self.tiers)
 
     @property
+    def unrotates(self) -> bool:
+        """Whether recall takes the rotation off keys and queries, and so needs the positions of their rotation."""
+        return self.turns_blocks and 3 in self.tiers and self.recall in ("hash", "index")
+
+    @property
     def caches_level_2(self) -> bool:
         """Whether layers put level-2 keys and values into the cache, as further KV heads."""
         return self.keeps_means and self.variant == "mka"

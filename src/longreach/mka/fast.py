@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from longreach.mka.config import MKAConfig
 from longreach.mka.levels import Levels
 from longreach.mka.session import session
+from longreach.ops.recall import signs
 from longreach.ops.scan import ScanCarry
 from longreach.ops.types import HeadShard, accumulator
 
@@ -123,9 +124,8 @@ def _recalled_of(levels: Levels, q: Tensor, means: Tensor, stop: Tensor, scale: 
     hidden = torch.arange(units, device=q.device) >= stop[:, None, None]  # [R, 1, n]
     grouped = q.to(means.dtype).unflatten(1, (kv_heads, -1))
     if config.recall == "hash":
-        planes = levels.planes.to(means.dtype)
-        signs = (torch.where(x @ planes >= 0, 1.0, -1.0).to(means.dtype) for x in (grouped, keys))
-        score = torch.einsum(f"rghp,{own}ngp->rgn", *signs)
+        codes = (signs(x.detach(), levels.planes).to(means.dtype) for x in (grouped, keys))
+        score = torch.einsum(f"rghp,{own}ngp->rgn", *codes)
     else:
         logits = torch.einsum(f"rghd,{own}ngd->rghn", grouped, keys) * scale
         top = logits.masked_fill(hidden[:, :, None], -torch.inf).softmax(-1)

@@ -19,8 +19,8 @@ class Layout:
     single sequence of the memory, each from a multiple of `block` on; the slots between them stay unread.
 
     seq, slot, start: int64 [R], sequence of the memory, slot, and slot of the sequence's first token; start is None
-    where all begin at slot 0. shape: (sequences of the memory, slots of each). first: int64 [P, n], the position of
-    each block's first key.
+    where all begin at slot 0. shape: (sequences of the memory, slots of each). first: int64 [P, n], the position by
+    which each block's first key is rotated.
     """
 
     tokens: Tokens
@@ -36,7 +36,7 @@ class Layout:
         device = tokens.seq.device
         if tokens.rectangular:
             batch, length = tokens.shape
-            first = torch.arange(0, length - length % block, block, device=device).expand(batch, -1)
+            first = block_positions(batch, length, block, tokens.first_position, device)
             return cls(tokens, tokens.seq, tokens.pos, None, tokens.shape, first)
         lengths = torch.zeros(tokens.sequences, dtype=torch.int64, device=device)
         lengths = lengths.index_add(0, tokens.seq, torch.ones_like(tokens.pos))
@@ -44,8 +44,7 @@ class Layout:
         start = (taken.cumsum(0) - taken)[tokens.seq]
         units = len(tokens.seq) // block + tokens.sequences  # at most: every sequence wastes less than a block
         first = torch.zeros(1, units, dtype=torch.int64, device=device)
-        edge = tokens.pos // block * block
-        first[0, (start + edge) // block] = edge
+        first[0, (start + tokens.pos) // block] = tokens.rotary_pos - tokens.pos % block
         return cls(tokens, torch.zeros_like(tokens.seq), start + tokens.pos, start, (1, units * block), first)
 
     def rows(self, q: Tensor) -> Rows:
@@ -65,3 +64,14 @@ class Layout:
             return x.unflatten(0, self.shape).transpose(1, 2)
         full = x.new_zeros(self.shape[1], *x.shape[1:]).index_copy(0, self.slot, x)
         return full.transpose(0, 1)[None]
+
+
+def block_positions(
+    sequences: int, length: int, block: int, first: Tensor | None, device: torch.device | str
+) -> Tensor:
+    """int64 [sequences, n], the position by which each complete block's first key is rotated. Slots begin at 0.
+
+    first: int64 [sequences], the position of each sequence's first key; None for 0.
+    """
+    edges = torch.arange(0, length - length % block, block, device=device).expand(sequences, -1)
+    return edges if first is None else edges + first[:, None]

@@ -17,7 +17,7 @@ from longreach.mka.block import Blocks, Reach, block_attention, choose, recalled
 from longreach.mka.config import VARIANTS, MKAConfig, is_count
 from longreach.mka.fast import FastMemory, fuse
 from longreach.mka.full import combine
-from longreach.mka.layout import Layout
+from longreach.mka.layout import Layout, block_positions
 from longreach.mka.levels import Levels
 from longreach.mka.session import session
 from longreach.mka.tokens import Tokens
@@ -64,6 +64,19 @@ class LayerState:
     tensors: dict[str, Tensor] = field(default_factory=dict)
     memory: FastMemory | None = None
 
+    def check(self, batch: int, kv_heads: int, dim: int) -> None:
+        """Raise InvalidInput where the state holds keys of another shape than [batch, kv_heads, N, dim]."""
+        if (k := self.tensors.get("k")) is None:
+            return
+        found = len(k), k.shape[1], k.shape[3]
+        require(
+            found == (batch, kv_heads, dim),
+            lambda: (
+                f"state: expected {batch} sequences, {kv_heads} KV heads and {dim} channels a head, got "
+                f"{found[0]}, {found[1]} and {found[2]}; give each batch and layer a LayerState of its own"
+            ),
+        )
+
     def extend(self, name: str, new: Tensor) -> Tensor:
         """[B, G, N, D] of all tokens, the new ones [B, G, T, D] last."""
         old = self.tensors.get(name)
@@ -107,15 +120,18 @@ class Attention(nn.Module):
                 state: LayerState | None = None) -> Tensor:  # fmt: skip
         """[B, T, width] -> [B, T, width].
 
-        mask: [B, T], 0 for padding, whose outputs are 0. position_ids: int [1 or B, T]; positions that restart at 0
-        begin another document. state: continues sequences of one length, unpadded and unpacked.
-        Raises InvalidInput for a mask or position ids together with a state.
+        mask: [B, T], 0 for padding, whose outputs are 0. position_ids: int [1 or B, T], by which tokens are rotated;
+        positions that restart at 0 begin another document. state: continues sequences of one length, unpadded and
+        unpacked.
+        Raises InvalidInput for a mask or position ids together with a state, and for a state of other sizes.
         """
         require(
             state is None or (mask is None and position_ids is None),
             "state: continues unpadded sequences of one length; leave out mask and position_ids",
         )
         batch, length = x.shape[:2]
+        if state is not None:
+            state.check(batch, self.shape.kv_heads, self.shape.dim)
         past = None
         if state is not None and state.length:
             past = torch.full((batch,), state.length, dtype=torch.int64, device=x.device)
@@ -138,7 +154,8 @@ class Attention(nn.Module):
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, state: LayerState | None) -> Tensor:
         """[R, H, D] of queries [R, H, D], keys and values [R, G, D] before rotation."""
-        return self._dense(self._turn(q, tokens.pos), self._turn(k, tokens.pos), v, tokens, state)
+        pos = tokens.rotary_pos
+        return self._dense(self._turn(q, pos), self._turn(k, pos), v, tokens, state)
 
     def _dense(
         self, q: Tensor, k: Tensor, v: Tensor, tokens: Tokens, state: LayerState | None, name: str = ""
@@ -205,8 +222,9 @@ class MemoryAttention(Attention):
             if state is not None:
                 state.memory = memory
             return super()._attend(q, k, v, tokens, state)
-        turned = self._turn(q, pos)
-        rows, kv, start, first = self._memory_of_keys(turned, self._turn(k, pos), v, tokens, state)
+        turn = tokens.rotary_pos
+        turned = self._turn(q, turn)
+        rows, kv, start, first = self._memory_of_keys(turned, self._turn(k, turn), v, tokens, state)
         reach = Reach.of(rows.pos, start, config)
         weights = self.mka.router(q, reach.has_blocks)
         frequencies = RotaryFrequencies(self.shape.frequencies.inv_freq.to(q.device), "half")
@@ -215,14 +233,14 @@ class MemoryAttention(Attention):
         blocks = Blocks.of(kv, first, code, frequencies, config.block, summaries=summaries)
         recalled = None
         if code is not None:
-            recalled = choose(rows, pos, self.shape.kv_heads, blocks, reach, code, config, self.scale)
+            recalled = choose(rows, turn, self.shape.kv_heads, blocks, reach, code, config, self.scale)
         if config.variant == "block_mka":
             return block_attention(rows, kv, reach, blocks, recalled, weights, config, self.scale).out
         outs = [self._level(rows, kv, start)]
         if 2 in config.tiers:
             assert memory.carry is not None
             k2, v2, carry = session(k, v, self.mka.rate(), tokens.seq, pos, memory.carry)
-            rows2, kv2, _, _ = self._memory_of_keys(turned, self._turn(k2, pos), v2, tokens, state, "2")
+            rows2, kv2, _, _ = self._memory_of_keys(turned, self._turn(k2, turn), v2, tokens, state, "2")
             outs.append(self._level(rows2, kv2, start))
             if state is not None:
                 state.memory = FastMemory(carry, memory.sums)
@@ -262,5 +280,5 @@ class MemoryAttention(Attention):
         if state is not None:
             k, v = state.extend("k" + name, k), state.extend("v" + name, v)
         lens = torch.full((k.shape[0],), k.shape[2], dtype=torch.int64, device=k.device)
-        edges = torch.arange(0, k.shape[2] - k.shape[2] % self.config.block, self.config.block, device=k.device)
-        return Rows(q, tokens.seq, tokens.pos), KVView(k, v, lens), None, edges.expand(k.shape[0], -1)
+        first = block_positions(len(k), k.shape[2], self.config.block, tokens.first_position, k.device)
+        return Rows(q, tokens.seq, tokens.pos), KVView(k, v, lens), None, first

@@ -85,6 +85,12 @@ class Router(nn.Module):
 
 
 def at_least_zero(weights: Tensor) -> Tensor:
-    """Weights of a mixture may not be negative: 0 instead, with the gradient of the weight itself."""
-    positive = weights.clamp(min=0)
-    return weights + (positive - weights).detach() if weights.requires_grad else positive
+    """Weights of a mixture [..., levels], none negative: 0 instead, with the gradient of the weight itself.
+
+    Where no level has a weight above 0, level 1 has 1, as it has keys for every row. The gradient stays that of the
+    weights, so that training can raise them again.
+    """
+    positive = weights.detach().clamp(min=0)
+    none = (positive == 0).all(-1)
+    positive = torch.cat([positive[..., :1].masked_fill(none[..., None], 1.0), positive[..., 1:]], -1)
+    return positive + (weights - weights.detach()) if weights.requires_grad else positive

@@ -129,13 +129,15 @@ def test_prompts_that_do_not_fit_into_memory_are_read_later() -> None:
     assert sizes == [2, 2, 2, 2]  # of the one layer that recalls
 
 
-def test_the_linear_start_is_the_mean_keys_logit() -> None:
-    """With as many features as channels, its score is that of the mean key before rotation, up to a constant."""
-    model = indexed(features=16)
+@pytest.mark.parametrize("features", [16, 32])
+def test_the_linear_start_is_the_mean_keys_logit(features: int) -> None:
+    """With at least as many features as channels, its score is the mean key's before rotation, up to a constant."""
+    model = indexed(features=features)
     examples = [Example.of(rows_of(model, prompt)[0]) for prompt in prompts(3)]
     made = linear_start(indices_of(model)[0].float(), examples, 0.25)
     for one in examples:
         blocks = made.of_keys(one.k).unflatten(1, (-1, 4)).mean(2)
+        assert blocks.shape[-1] == features  # those past the channels are 0
         score = torch.einsum("rgf,gnf->rgn", made.of_queries(one.q, 2), blocks)
         mean = one.k.unflatten(1, (-1, 4)).mean(2)
         plain = 0.25 * torch.einsum("rghd,gnd->rgn", one.q.unflatten(1, (2, -1)), mean)

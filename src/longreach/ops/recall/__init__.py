@@ -13,7 +13,7 @@ from longreach.ops.recall.api import (
     code_view,
     recall,
 )
-from longreach.ops.recall.codes import KINDS, BlockCode, Kind, Pool, check_bits, code_width, planes_of
+from longreach.ops.recall.codes import KINDS, BlockCode, Kind, Pool, check_bits, code_width, planes_of, signs
 
 __all__ = [
     "CODE_COMPLETED",
@@ -34,4 +34,5 @@ __all__ = [
     "code_width",
     "planes_of",
     "recall",
+    "signs",
 ]

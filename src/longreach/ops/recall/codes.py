@@ -45,6 +45,14 @@ def code_width(kind: Kind, dim: int, bits: int = 128) -> int:
     return width
 
 
+def signs(x: Tensor, planes: Tensor) -> Tensor:
+    """Signs of planes^T x, 1 for 0: float [..., bits] of x [..., D] and planes [D, bits].
+
+    In fp64, where few projections are so near 0 that their sign depends on how many are computed together.
+    """
+    return torch.where(x.double() @ planes.double() >= 0, 1.0, -1.0)
+
+
 @dataclass(frozen=True, eq=False)
 class BlockCode:
     """What stands for a block when rows choose blocks: a code of F channels, whose dot product with a row's is a score.
@@ -141,12 +149,8 @@ class BlockCode:
         return codes
 
     def _signs(self, x: Tensor, pos: Tensor) -> Tensor:
-        """Signs of planes^T x, with the rotation of positions pos taken off.
-
-        In fp64, where few projections are so near 0 that their sign depends on how many are computed together.
-        """
-        plain = self._frequencies.turn(x.detach().double(), -pos)
-        return torch.where(plain @ self._planes.double() >= 0, 1.0, -1.0).to(x.dtype)
+        """Signs of planes^T x, with the rotation of positions pos taken off."""
+        return signs(self._frequencies.turn(x.detach().double(), -pos), self._planes).to(x.dtype)
 
     @property
     def _frequencies(self) -> RotaryFrequencies:

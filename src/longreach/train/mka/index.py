@@ -77,7 +77,8 @@ def linear_start(index: BlockIndex, examples: Sequence[Example], scale: float) -
     weighted by the covariances of queries and of blocks' mean keys.
     """
     made, hidden = copy.deepcopy(index), index.up.shape[2]
-    rank, group = min(index.features, hidden // 2), index.query.shape[1] // index.up.shape[1]
+    dim = index.up.shape[1]
+    rank, group = min(index.features, hidden // 2, dim), index.query.shape[1] // dim
     q = torch.cat([one.q.unflatten(1, (index.kv_heads, -1)).sum(2) for one in examples]).transpose(0, 1)  # [G, R, D]
     block = examples[0].k.shape[1] // examples[0].target.shape[2]
     k = torch.cat([one.k.unflatten(1, (-1, block)).mean(2) for one in examples], 1)

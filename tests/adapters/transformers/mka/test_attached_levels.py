@@ -126,8 +126,9 @@ def test_an_answer_longer_than_the_first_memory(name: str, config: CacheConfig) 
 @some
 @torch.no_grad()
 def test_passes_without_a_cache(name: str) -> None:
+    """Positions are found from the mask."""
     model = made(name)
-    tokens, mask = padded_batch((30, 12))
+    tokens, mask = padded_batch((43, 30))
     want = model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()]
     with attach(model):
         close(model(tokens, attention_mask=mask, use_cache=False).logits[mask.bool()], want)
@@ -257,3 +258,35 @@ def test_layers_that_are_not_converted_attend_by_the_method() -> None:
     want = generate(model, tokens, steps=NEW)
     with attach(model, decode=Quest(k=1.0)) as session:
         assert torch.equal(longreach.generate(session, tokens, max_new_tokens=NEW).tokens, want.tokens)
+
+
+@torch.no_grad()
+def test_cuts_that_are_refused() -> None:
+    """Running means cannot be cut; the error has the variant's name."""
+    model, tokens = made("mka"), random_tokens(1, 30)
+    with attach(model) as session:
+        cache = session.new_cache(1)
+        model(tokens, past_key_values=cache)
+        with pytest.raises(Unsupported, match="the state that mka keeps of earlier tokens cannot be cut from 30 to 25"):
+            cache.crop(-5)
+
+
+@each
+@torch.no_grad()
+def test_positions_that_begin_elsewhere(name: str) -> None:
+    """Recall by codes of keys before rotation refuses them; other levels do not depend on where positions begin."""
+    model, tokens = made(name), random_tokens(1, 33)
+    positions = torch.arange(3, 36)[None]
+    want = model(tokens, position_ids=positions).logits
+    with attach(model) as session:
+        for cached in (False, True):
+            if levels_of(model)[0].config.unrotates:
+                with pytest.raises(Unsupported, match="position_ids: recall by 'hash' and 'index' takes"):
+                    model(tokens, position_ids=positions, use_cache=cached)
+                cache = session.new_cache(1)
+                model(tokens[:, :20], position_ids=positions[:, :20] - 3, past_key_values=cache)
+                with pytest.raises(Unsupported, match="position_ids"):
+                    model(tokens[:, 20:], position_ids=positions[:, 20:], past_key_values=cache)
+            else:
+                close(model(tokens, position_ids=positions, use_cache=cached).logits, want, 1e-4)
+        close(model(tokens, position_ids=positions - 3).logits, model(tokens).logits)

@@ -82,10 +82,14 @@ def test_mla(family: str, tmp_path: Path) -> None:
     again = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     assert torch.equal(logits(again), logits(model)) and again.config.mla == model.config.mla
     weights = load_file(tmp_path / "model.safetensors")
-    del weights["model.layers.1.self_attn.mla.up.weight"]
+    up = weights.pop("model.layers.1.self_attn.mla.up.weight")
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelFileError, match="tensors of MLA are missing"):
+    with pytest.raises(ModelFileError, match=r"1 tensors of MLA are missing .*longreach\.convert"):
         AutoModelForCausalLM.from_pretrained(tmp_path)
+    weights["model.layers.1.self_attn.mla.up.weight"] = up[:4].contiguous()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelFileError, match=r"1 tensors of MLA have another shape .*longreach\.convert"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
 def test_mla_trains() -> None:

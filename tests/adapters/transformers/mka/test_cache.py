@@ -119,7 +119,7 @@ def test_crop() -> None:
     model, tokens = converted(), random_tokens(1, 12)
     cache = filled(model, tokens)
     cache.crop(0)
-    with pytest.raises(Unsupported, match="crop: FastMKA's memory of 12 columns cannot be cut to 9"):
+    with pytest.raises(Unsupported, match="crop: the memory that fastmka keeps of 12 columns cannot be cut to 9"):
         cache.crop(-3)
     close(after(model, copy.deepcopy(cache), tokens), model(torch.cat([tokens, tokens], 1)).logits[:, 12:])
     cache.crop(-12)

@@ -19,7 +19,18 @@ from longreach import mka
 from longreach.adapters.transformers.mka import FAMILIES, PREFIX, convert, family
 from longreach.errors import InvalidInput, ModelFileError, UnknownName
 from longreach.testing.tiny import random_tokens, tiny_tokenizer
-from tests.adapters.transformers.mka.models import ALL, HASH, THREE, TWO, close, converted, levels_of, opened, original
+from tests.adapters.transformers.mka.models import (
+    ALL,
+    HASH,
+    SMALL,
+    THREE,
+    TWO,
+    close,
+    converted,
+    levels_of,
+    opened,
+    original,
+)
 
 mka.register()
 
@@ -104,6 +115,16 @@ def test_a_checkpoint_without_weights_of_mka_is_refused(lost: str, tmp_path: Pat
     tiny_tokenizer().save_pretrained(tmp_path)
     with pytest.raises(ModelFileError, match="tensors of MKA are missing"):
         longreach.load(tmp_path)
+
+
+def test_a_config_of_fewer_layers_than_the_weights_is_refused(tmp_path: Path) -> None:
+    converted("llama", "block_mka", **SMALL).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    fields["mka"]["layers"] = [0]
+    path.write_text(json.dumps(fields))
+    with pytest.raises(ModelFileError, match=r"5 tensors of MKA belong to no layer.*layers\.1\.self_attn\.mka\.router"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
 def test_a_checkpoint_of_the_original_is_refused(tmp_path: Path) -> None:

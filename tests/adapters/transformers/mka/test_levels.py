@@ -16,7 +16,17 @@ from longreach.adapters.transformers.mka import convert, revert
 from longreach.adapters.transformers.mka.dense import dense
 from longreach.errors import InvalidInput, Unsupported
 from longreach.testing.tiny import random_tokens, tiny_model
-from tests.adapters.transformers.mka.models import ALL, SMALL, close, converted, levels_of, opened, original
+from tests.adapters.transformers.mka.models import (
+    ALL,
+    HASH,
+    SMALL,
+    THREE,
+    close,
+    converted,
+    levels_of,
+    opened,
+    original,
+)
 from tests.tiers import swept
 
 mka.register()
@@ -102,6 +112,82 @@ def test_padding_and_packed_documents_change_nothing(name: str) -> None:
     starts = torch.cat([torch.arange(n) for n in lengths])[None]
     packed = model(torch.cat(parts, 1), position_ids=starts, use_cache=False).logits[0]
     close(packed, torch.cat(want))
+
+
+@pytest.mark.parametrize("name", [*VARIANTS, "fastmka", "fastmka, hash"])
+@torch.no_grad()
+def test_positions_that_begin_elsewhere(name: str) -> None:
+    """A padded row with the positions of its columns, in one pass and over a cache, with positions and without."""
+    model, tokens = offset_model(name), random_tokens(2, 33)
+    padded, mask = torch.cat([tokens[:, :5], tokens], 1), (torch.arange(38) >= 5).long().repeat(2, 1)
+    positions = torch.arange(38)[None]
+    want = model(tokens, use_cache=False).logits
+    got = model(padded, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    if levels_of(model)[0].config.recall == "bounds":  # which compares channels of rotated keys
+        want = got[:, 5:]
+    close(got[:, 5:], want)
+    for given in (True, False):
+        cache, parts = DynamicCache(config=model.config), []
+        for a, b in pairwise([0, 17, 18, 30, *range(31, 39)]):
+            more = {"position_ids": positions[:, a:b]} if given or not a else {}
+            parts.append(model(padded[:, a:b], attention_mask=mask[:, :b], past_key_values=cache, **more).logits)
+        close(torch.cat(parts, 1)[:, 5:], want)
+    cache = DynamicCache(config=model.config)
+    model(tokens[:, :20], position_ids=positions[:, 3:23], past_key_values=cache)
+    got = model(tokens[:, 20:], past_key_values=cache).logits  # no mask and no positions
+    close(got, model(tokens, position_ids=positions[:, 3:36], use_cache=False).logits[:, 20:])
+    with pytest.raises(InvalidInput, match="position_ids: expected to ascend by 1 within a row, from its cached"):
+        model(tokens[:, :2], position_ids=positions[:, 33:35], past_key_values=cache)
+
+
+def offset_model(name: str) -> Any:
+    if name in VARIANTS:
+        return made(name)
+    return converted(**(HASH if name.endswith("hash") else THREE))
+
+
+@each
+@torch.no_grad()
+def test_crop(name: str) -> None:
+    """A cache without running means can be cut anywhere, also within padding; with them, to nothing."""
+    model, tokens = made(name), random_tokens(3, 33)
+    mask = (torch.arange(33) >= torch.tensor([[0], [9], [25]])).long()
+    want = model(tokens, attention_mask=mask, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    model(tokens[:, :14], attention_mask=mask[:, :14], past_key_values=cache)
+    model(tokens[:, 14:], attention_mask=mask, past_key_values=cache)
+    if levels_of(model)[0].config.keeps_means:
+        with pytest.raises(Unsupported, match="crop: the memory that mka keeps of 33 columns cannot be cut to 20"):
+            cache.crop(-13)
+        cache.crop(-33)
+        close(model(tokens, attention_mask=mask, past_key_values=cache).logits[mask.bool()], want[mask.bool()])
+        return
+    for kept in (28, 20, 5):
+        cache.crop(kept - cache.get_seq_length())
+        other = copy.deepcopy(cache)
+        other.reorder_cache(torch.tensor([1, 2, 0]))
+        for one, order in ((cache, [0, 1, 2]), (other, [1, 2, 0])):
+            got = model(tokens[order, kept:], attention_mask=mask[order], past_key_values=one).logits
+            real = mask[order, kept:].bool()
+            close(got[real], want[order, kept:][real])
+    cache = DynamicCache(config=model.config)
+    model(tokens, past_key_values=cache)
+    cache.crop(-13)
+    close(model(tokens[:, 20:], past_key_values=cache).logits, model(tokens, use_cache=False).logits[:, 20:])
+
+
+@each
+@torch.no_grad()
+def test_assisted_generation(name: str) -> None:
+    """Guessed tokens are removed from the cache again."""
+    model, tokens = made(name), random_tokens(1, 25)
+    given = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(tokens)}
+    want = model.generate(tokens, **given)
+    if levels_of(model)[0].config.keeps_means:
+        with pytest.raises(Unsupported, match="crop"):
+            model.generate(tokens, assistant_model=original("llama"), **given)
+    else:
+        assert torch.equal(model.generate(tokens, assistant_model=original("llama"), **given), want)
 
 
 @each

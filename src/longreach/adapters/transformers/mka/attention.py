@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.adapters.transformers.mka.attached import SessionLevels
 from longreach.adapters.transformers.mka.levels import PASS, QUERIES, SHARD, LevelsPass
-from longreach.adapters.transformers.mka.memory import Memory, PassMemory, StepMemory, tokens_of
+from longreach.adapters.transformers.mka.memory import Memory, PassMemory, StepMemory, check_positions, tokens_of
 from longreach.adapters.transformers.mka.projections import GivenProjections
 from longreach.adapters.transformers.rotary import probing
 from longreach.adapters.transformers.shard import shard_of
@@ -44,13 +44,15 @@ class MemoryAttention(GivenProjections):
         tokens, p = kwargs.pop(TOKENS, None), kwargs.pop(PASS, None)
         if probing():
             return super().forward(hidden_states, *args, **kwargs)
-        results, more = self._results(hidden_states, tokens, p, kwargs.get("past_key_values"))
+        results, more = self._results(
+            hidden_states, tokens, p, kwargs.get("past_key_values"), kwargs.get("position_ids")
+        )
         wider = self.mka.config.caches_level_2 and self._one_projection
         with self.given(results), _twice(self) if wider else nullcontext():
             return super().forward(hidden_states, *args, **kwargs, **more)
 
     def _results(
-        self, hidden_states: Tensor, tokens: Tokens | None, p: LevelsPass | None, cache: Any
+        self, hidden_states: Tensor, tokens: Tokens | None, p: LevelsPass | None, cache: Any, position_ids: Any
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Name of a projection -> its result, [B, T, ...]; keywords for the attention function."""
         config, number, step = self.mka.config, self.layer_idx, running()
@@ -59,6 +61,8 @@ class MemoryAttention(GivenProjections):
             memory = PassMemory.of(config, number, tokens, cache)
         elif step is not None:
             tokens, memory = tokens_of(step), StepMemory(config, number, step)
+            if config.unrotates:
+                check_positions(step, position_ids)
         else:
             raise CalledOutside(
                 f"{type(self).__name__} was called without the tokens of a pass; call the whole model, or its decoder"

@@ -20,9 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from longreach.adapters.transformers.checks import shape_of
 from longreach.adapters.transformers.mka.families import FAMILIES
 from longreach.adapters.transformers.mka.layers import attention_layers
+from longreach.adapters.transformers.mka.loaded import check_loaded
 from longreach.adapters.transformers.mka.projections import GivenProjections
 from longreach.adapters.transformers.mka.rotation import layout_of
-from longreach.errors import ModelFileError, UnknownName, Unsupported
+from longreach.errors import UnknownName, Unsupported
 from longreach.mka.baselines import LatentKV, MLAConfig, fastest_channels, regroup
 from longreach.mka.config import is_count
 from longreach.ops.types import require
@@ -184,12 +185,10 @@ class LatentModel:
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As the family's own. Raises ModelFileError where the checkpoint lacks weights of MLA."""
+        """As the family's own. Raises ModelFileError where the checkpoint has other weights of MLA than the model."""
         parent: Any = super()
         model, info = parent.from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        missing = sorted(n for n in info["missing_keys"] if ".mla." in n)
-        if missing:
-            raise ModelFileError(f"{path}: {len(missing)} tensors of MLA are missing, such as {missing[0]}")
+        check_loaded(path, info, "MLA", ".mla.")
         return (model, info) if output_loading_info else model
 
 

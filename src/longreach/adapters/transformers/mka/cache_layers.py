@@ -1,4 +1,4 @@
-"""FastMKA's memory in a DynamicCache of plain transformers: kept and reordered with the keys of each layer."""
+"""MKA's memory in a DynamicCache of plain transformers: kept and reordered with the keys of each layer."""
 
 from __future__ import annotations
 
@@ -22,12 +22,28 @@ class Held:
     """The memory of a layer after `columns` columns of a cache.
 
     count: int64 [B], real tokens of each row. memory: None where documents were packed, which nothing can continue.
+    first_position: int64 [B], the position by which each row's first token is rotated; None if it is 0 in all.
+    real: bool [B, columns], which columns are tokens; None if all are, or if the memory cannot be cut.
     """
 
     config: MKAConfig
     columns: int
     count: Tensor
     memory: FastMemory | None
+    first_position: Tensor | None = None
+    real: Tensor | None = None
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether tokens at the end can be removed: from sums and running means they cannot."""
+        return self.memory is not None and self.memory.carry is None and self.memory.sums is None
+
+    def cut(self, columns: int) -> Held:
+        """The memory of the first `columns` columns, of one that `can_cut`."""
+        if self.real is None:
+            return replace(self, columns=columns, count=self.count - (self.columns - columns))
+        real = self.real[:, :columns]
+        return replace(self, columns=columns, count=real.sum(1), real=real)
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> Held:
         """With every tensor [B, ...] changed."""
@@ -36,11 +52,12 @@ class Held:
             carry, sums = memory.carry, memory.sums
             carry = None if carry is None else ScanCarry(change(carry.mean), change(carry.weight))
             memory = FastMemory(carry, None if sums is None else change(sums))
-        return replace(self, count=change(self.count), memory=memory)
+        first, real = (None if x is None else change(x) for x in (self.first_position, self.real))
+        return replace(self, count=change(self.count), memory=memory, first_position=first, real=real)
 
 
 class MemoryLayer(DynamicLayer):
-    """A layer of a DynamicCache with FastMKA's memory."""
+    """A layer of a DynamicCache with MKA's memory."""
 
     held: Held | None = None
 
@@ -51,16 +68,18 @@ class MemoryLayer(DynamicLayer):
         self.held = None
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove columns at the end. The memory cannot be cut: none or all. Raises Unsupported."""
-        columns = self.get_seq_length()
-        if 0 < -tokens_to_remove < columns:
+        """Remove columns at the end. Raises Unsupported for running means and sums of blocks, unless all columns go."""
+        columns, held = self.get_seq_length(), self.held
+        if held is not None and not held.can_cut and 0 < -tokens_to_remove < columns:
             raise Unsupported(
-                f"crop: FastMKA's memory of {columns} columns cannot be cut to {columns + tokens_to_remove} (assisted "
-                f"generation?); copy the cache (copy.deepcopy) before the tokens that are to be removed"
+                f"crop: the memory that {held.config.variant} keeps of {columns} columns cannot be cut to "
+                f"{columns + tokens_to_remove} (assisted generation?); copy the cache (copy.deepcopy) before the "
+                f"tokens that are to be removed"
             )
         super().crop(tokens_to_remove)
-        if tokens_to_remove:
-            self.held = None
+        removed = columns - self.get_seq_length()
+        if held is not None and removed:
+            self.held = held.cut(held.columns - removed) if held.can_cut and removed < columns else None
 
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)
@@ -96,17 +115,17 @@ def layer_of(cache: Any, layer: int) -> MemoryLayer:
     return found
 
 
-def counts_in(cache: Any, layer: int) -> Tensor:
-    """int64 [B]: real tokens of each row, by this layer. Raises InvalidInput for a cache that another model has filled,
-    or this one not in all layers."""
-    count = _checked(layer_of(cache, layer), layer).count
+def held_in(cache: Any, layer: int) -> Held:
+    """What this layer holds of the cache's tokens. Raises InvalidInput for a cache that another model has filled, or
+    this one not in all layers."""
+    held = _checked(layer_of(cache, layer), layer)
     columns = {n: x.get_seq_length() for n, x in enumerate(cache.layers) if isinstance(x, MemoryLayer)}
     if len(set(columns.values())) > 1:
         raise InvalidInput(
             f"past_key_values: layers hold {sorted(set(columns.values()))} columns, not all the same (a pass failed?); "
             f"start with an empty cache"
         )
-    return count
+    return held
 
 
 def memory_before(layer: MemoryLayer, number: int, config: MKAConfig, tokens: Tokens, fresh: FastMemory) -> FastMemory:

@@ -17,7 +17,8 @@ from longreach.adapters.transformers.mka.attention import MemoryAttention
 from longreach.adapters.transformers.mka.inputs import add_hook
 from longreach.adapters.transformers.mka.layers import attention_layers, check_options, levels_for
 from longreach.adapters.transformers.mka.levels import give_attention, register_attention
-from longreach.errors import ModelFileError, UnknownName
+from longreach.adapters.transformers.mka.loaded import check_loaded
+from longreach.errors import UnknownName
 from longreach.mka.config import MKAConfig
 from longreach.mka.levels import Levels
 from longreach.ops.types import require
@@ -92,17 +93,10 @@ class MemoryModel:
 
     @classmethod
     def from_pretrained(cls, path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
-        """As the family's own. Raises ModelFileError where the checkpoint lacks weights of MKA."""
+        """As the family's own. Raises ModelFileError where the checkpoint has other weights of MKA than the model."""
         parent: Any = super()
         model, info = parent.from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        wrong = [*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])]
-        wrong = sorted(name for name in wrong if MODULE in name)
-        if wrong:
-            raise ModelFileError(
-                f"{path}: {len(wrong)} tensors of MKA are missing from its weights or have another shape, such as "
-                f"{wrong[0]}; they are not made again: fetch the model again, or convert the original with "
-                f"longreach.convert"
-            )
+        check_loaded(path, info, "MKA", MODULE)
         return (model, info) if output_loading_info else model
 
 

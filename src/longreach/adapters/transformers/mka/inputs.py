@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import MARK
 from longreach.adapters.transformers.mka.attention import TOKENS, MemoryAttention
-from longreach.adapters.transformers.mka.cache_layers import counts_in
+from longreach.adapters.transformers.mka.cache_layers import Held, held_in
 from longreach.adapters.transformers.mka.levels import PASS, LevelsPass
 from longreach.adapters.transformers.mka.rotation import frequencies_in
 from longreach.adapters.transformers.rotary import attention_modules
@@ -34,29 +34,37 @@ def remove_hook(decoder: nn.Module) -> None:
 
 
 def describe_tokens(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Pass Tokens to the layers as a keyword, and positions of real tokens where a mask has padding and none came.
+    """Pass Tokens to the layers as a keyword, and positions of real tokens where none came, with padding or a past.
 
     A keyword, as gradient checkpointing repeats layers after other passes. In a longreach session the step has them.
     """
-    if MARK in decoder.__dict__:
-        return None
     given = {**dict(zip(_names(type(decoder).forward), args, strict=False)), **kwargs}
+    if MARK in decoder.__dict__:
+        return (), _with_positions(given)
     ids = given.get("input_ids")
     ids = given.get("inputs_embeds") if ids is None else ids
     if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.shape[1]:
         raise InvalidInput("expected input_ids [B, T] or inputs_embeds [B, T, width] with at least one token")
     batch, length = ids.shape[:2]
-    past, columns = _past(decoder, given.get("past_key_values"), batch)
+    held = _held(decoder, given.get("past_key_values"), batch)
+    past, columns, first = (None, 0, None) if held is None else (held.count, held.columns, held.first_position)
     mask = _mask(given.get("attention_mask"), batch, length, past, columns)
     positions = given.get("position_ids")
     if positions is not None and (not isinstance(positions, Tensor) or positions.dim() != 2):
         raise Unsupported(f"position_ids: MKA takes positions [1 or B, T], got {_kind(positions)}")
-    tokens = Tokens.of((batch, length), ids.device, mask=mask, position_ids=positions, past=past)
-    if positions is None and mask is not None and (past is not None or tokens.real is not None):
-        new = torch.ones((batch, length), dtype=torch.int64, device=ids.device)
-        new = new.cumsum(1) if tokens.real is None else tokens.real.long().cumsum(1)
-        given["position_ids"] = ((0 if past is None else past[:, None]) + new - 1).clamp(min=0)
+    tokens = Tokens.of((batch, length), ids.device, mask=mask, position_ids=positions, past=past, first_position=first)
+    if positions is None and (past is not None or tokens.real is not None):
+        given["position_ids"] = tokens.rectangle(tokens.rotary_pos)
     return (), {**given, TOKENS: tokens, **_for_levels(decoder, given.get("attention_mask"), tokens)}
+
+
+def _with_positions(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a session's pass, with positions of real tokens where a mask came without any."""
+    ids, mask = (given.get(name) for name in ("input_ids", "attention_mask"))
+    ids = given.get("inputs_embeds") if ids is None else ids
+    if given.get("position_ids") is not None or not isinstance(ids, Tensor) or not isinstance(mask, Tensor):
+        return given
+    return {**given, "position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :].to(ids.device)}
 
 
 def _for_levels(decoder: nn.Module, mask: Tensor | None, tokens: Tokens) -> dict[str, LevelsPass]:
@@ -73,16 +81,15 @@ def _names(forward: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(inspect.signature(forward).parameters)[1:]
 
 
-def _past(decoder: nn.Module, cache: Any, batch: int) -> tuple[Tensor | None, int]:
-    """Real tokens of each row in the cache [B], and its columns; None for an empty one."""
-    columns = 0 if cache is None else int(cache.get_seq_length())
-    if not columns:
-        return None, 0
+def _held(decoder: nn.Module, cache: Any, batch: int) -> Held | None:
+    """What the first converted layer holds of the cache's tokens; None for an empty one."""
+    if cache is None or not cache.get_seq_length():
+        return None
     first = next(m for m in attention_modules(decoder) if isinstance(m, MemoryAttention))
-    past = counts_in(cache, int(first.layer_idx))  # type: ignore[call-overload]
-    if len(past) != batch:
-        raise InvalidInput(f"past_key_values holds {len(past)} sequences, the input has {batch}")
-    return past, columns
+    held = held_in(cache, int(first.layer_idx))  # type: ignore[call-overload]
+    if len(held.count) != batch:
+        raise InvalidInput(f"past_key_values holds {len(held.count)} sequences, the input has {batch}")
+    return held
 
 
 def _mask(mask: Any, batch: int, length: int, past: Tensor | None, columns: int) -> Tensor | None:

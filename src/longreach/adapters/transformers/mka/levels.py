@@ -16,7 +16,7 @@ from longreach.adapters.transformers.attach import ATTENTION
 from longreach.mka.block import Blocks, Reach, Recalled, block_attention, choose, recalled_keys
 from longreach.mka.config import MKAConfig
 from longreach.mka.full import combine, weighted_sum
-from longreach.mka.layout import Layout
+from longreach.mka.layout import Layout, block_positions
 from longreach.mka.tokens import Tokens
 from longreach.ops import HeadShard, Partial, Span, Spans, absolute, relative
 from longreach.ops.attend import attend
@@ -149,7 +149,7 @@ class _Layer:
             order = torch.argsort(~self.p.real, dim=1, stable=True)[:, None, :, None]
             k, v = (x.gather(2, order.expand_as(x)) for x in (k, v))
             lens = self.p.real.sum(1)
-        first = torch.arange(0, k.shape[2] - k.shape[2] % block, block, device=k.device).expand(k.shape[0], -1)
+        first = block_positions(len(k), k.shape[2], block, tokens.first_position, k.device)
         return Rows(self.q, tokens.seq, tokens.pos), KVView(k.contiguous(), v.contiguous(), lens), None, first
 
     def _recall(self) -> tuple[Blocks, Recalled | None]:
@@ -163,7 +163,7 @@ class _Layer:
         blocks = Blocks.of(self.kv, self.first, code, p.frequencies, config.block, summaries=summaries)
         if code is not None:
             p.recalled[self.number] = choose(
-                self.rows, p.tokens.pos, self.heads, blocks, self.reach, code, config, self.scale
+                self.rows, p.tokens.rotary_pos, self.heads, blocks, self.reach, code, config, self.scale
             )
         if 3 not in config.tiers:
             return blocks, None

@@ -1,8 +1,8 @@
-"""Where FastMKA's memory of earlier tokens lies: in a cache of plain transformers, or with longreach's own."""
+"""Where MKA's memory of earlier tokens lies: in a cache of plain transformers, or with longreach's own."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from longreach.adapters.transformers.mka.cache_layers import Held, MemoryLayer, layer_of, memory_before
 from longreach.adapters.transformers.step import Step
 from longreach.cache.mix_state import MixState, Turn
-from longreach.errors import InvalidInput
+from longreach.errors import InvalidInput, Unsupported
 from longreach.mka.config import MKAConfig
 from longreach.mka.fast import FastMemory
 from longreach.mka.tokens import Tokens
@@ -63,7 +63,25 @@ class PassMemory:
         past = 0 if layer.held is None or tokens.fresh else layer.held.count
         count = torch.full((rows,), length, device=tokens.seq.device) if tokens.real is None else tokens.real.sum(1)
         kept = memory if tokens.sequences == rows else None  # packed documents: none of them can be continued
-        layer.held = Held(self.config, layer.get_seq_length() + length, past + count, kept)
+        columns = layer.get_seq_length()
+        held = Held(self.config, columns + length, past + count, kept, tokens.first_position)
+        if held.can_cut:
+            held = replace(held, real=self._real(columns))
+        layer.held = held
+
+    def _real(self, columns: int) -> Tensor | None:
+        """bool [B, columns + T], which columns of the cache and of the pass are tokens; None if all are."""
+        assert self.layer is not None
+        held, tokens = self.layer.held, self.tokens
+        before = None if held is None or tokens.fresh else held.real
+        if before is None and tokens.real is None:
+            return None
+        device, (rows, length) = tokens.seq.device, tokens.shape
+        whole = torch.ones(rows, columns + length, dtype=torch.bool, device=device)
+        for part, real in ((whole[:, :columns], before), (whole[:, columns:], tokens.real)):
+            if real is not None:
+                part.copy_(real)
+        return whole
 
 
 @dataclass
@@ -107,7 +125,9 @@ class StepMemory:
             )
         config, device = self.config, self.step.append.slots.device
         block = config.block if config.keeps_sums else None
-        state = store.of_model(MEANS, lambda: MixState(store.slots, device, means=config.keeps_means, block=block))
+        state = store.of_model(
+            MEANS, lambda: MixState(store.slots, device, means=config.keeps_means, block=block, variant=config.variant)
+        )
         assert isinstance(state, MixState)
         return state
 
@@ -117,6 +137,26 @@ def tokens_of(step: Step) -> Tokens:
     append = step.append
     fresh = step.cache is None or (append.starts is not None and not any(append.starts))
     return Tokens(append.seq, append.pos, append.counts, max(append.counts), step.shape, step.real, fresh)
+
+
+def check_positions(step: Step, position_ids: Any) -> None:
+    """Raise Unsupported where a prompt's tokens are rotated by other positions than those from 0 on.
+
+    Once a pass. Decode steps of one token follow a prompt that was checked, and are not looked at: no device sync.
+    """
+    key = "positions of MKA"
+    if step.static or not isinstance(position_ids, Tensor) or key in step.layers.shared:
+        return
+    step.layers.shared[key] = True
+    if step.shape[1] == 1 and any(step.append.starts or ()):
+        return
+    given = position_ids.expand(step.shape)
+    given = given.flatten() if step.real is None else given[step.real]
+    if not torch.equal(given, step.append.pos.to(given)):
+        raise Unsupported(
+            "position_ids: recall by 'hash' and 'index' takes positions that begin at 0 in a session, got others; "
+            "leave position_ids out (a mask of padding is enough), or call the model without a session"
+        )
 
 
 def _room(step: Step, layer: int) -> int:
