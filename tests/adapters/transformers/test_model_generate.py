@@ -230,6 +230,7 @@ def test_without_cuda_graphs_transformers_loop_runs() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_captured_on_a_gpu() -> None:
     model, (tokens, mask) = tiny_model("llama").cuda(), padded_batch()
     options = {"attention_mask": mask.cuda(), "max_new_tokens": 64, "do_sample": False, "repetition_penalty": 1.1}
