@@ -17,7 +17,7 @@ from longreach.bench.check import WrongResult
 from longreach.bench.clock import Clock
 from longreach.bench.decoding import Decoding
 from longreach.bench.targets import judge
-from longreach.bench.user import ATTACHED, OURS, PIECEWISE, THEIRS, UNCHECKED, Answer, rounding, run_user
+from longreach.bench.user import ATTACHED, CAPTURED, OURS, PIECEWISE, THEIRS, UNCHECKED, Answer, rounding, run_user
 from longreach.errors import OutOfMemory
 from longreach.methods.base import AttentionMethod, Outcome
 from longreach.methods.call import LayerCall
@@ -136,7 +136,8 @@ def test_piecewise_is_a_way_where_steps_are_captured(bench: Decoding, monkeypatc
     monkeypatch.setattr(user, "captures", lambda device: True)
     case = replace(CASE, targets=(Target("time over", 1.35, PIECEWISE, OURS),))
     result = run_user(bench, case, lambda result: None)
-    ours, pieces = result["entries"][2:]
+    attached, ours, pieces = result["entries"][2:]
+    assert attached["name"] == CAPTURED and attached["error"] <= attached["error_bound"]
     assert (ours["name"], pieces["name"]) == (OURS, PIECEWISE) and len(graphs) >= 3
     assert (ours["settings"]["captured"], pieces["settings"]["captured"]) == (None, "piecewise")
     assert pieces["error"] <= pieces["error_bound"] and pieces["microseconds"]["median"] > 0

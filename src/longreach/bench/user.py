@@ -32,6 +32,7 @@ from longreach.methods.base import AttentionMethod
 from longreach.records.launches import Launched
 
 if TYPE_CHECKING:
+    from longreach.adapters.transformers.attach import Loop
     from longreach.adapters.transformers.loop.run import GraphOption
 
 NEW, TIMED = 24, 16  # tokens of an answer; of these, the last ones are timed
@@ -40,7 +41,7 @@ KEPT = 4  # first tokens that are checked, those after the first one by decode s
 WARM_UP = 256  # tokens of a prompt that is read before anything is timed
 ROUNDING = 512, 16  # tokens of the prompt by which rounding is measured, and how many of their logits
 THEIRS, ATTACHED, OURS = "transformers generate", "attach + model.generate", "longreach.generate"
-PIECEWISE = f"{OURS}, piecewise"
+PIECEWISE, CAPTURED = f"{OURS}, piecewise", f"{ATTACHED}, captured"
 CHECKED = (
     "dense: logits against those of transformers' own answer while the tokens agree (relative, norms), of longreach's "
     "decoder in steps repeated after those that are timed; its tokens by how far they are behind the best of "
@@ -91,7 +92,11 @@ def run_user(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None]
     if found is None:  # one prompt fits
         _transformers(bench, case, model, ids[:1], answer)
     keep(found and {**found, "error": 0.0, "error_bound": most.logits})
-    keep(tried(bench, ATTACHED, left_out, partial(_attached, bench, case, model, ids, answer, most)))
+    loops: tuple[tuple[str, Loop], ...] = ((ATTACHED, "plain"), (CAPTURED, "captured"))
+    for label, loop in loops:
+        if loop == "plain" or captures(bench.device):
+            found = tried(bench, label, left_out, partial(_attached, bench, case, model, ids, answer, most, loop))
+            keep(found and {**found, "name": label})
     for name in case.methods:
         label = OURS if name == "dense" else f"{OURS}, {name}"
         with method_for(name, case, shape_of(model), bench.seed) as method:
@@ -207,7 +212,9 @@ def _transformers(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: 
 
 
 @torch.no_grad()
-def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answer, most: Rounding) -> dict[str, Any]:
+def _attached(
+    bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answer, most: Rounding, loop: Loop
+) -> dict[str, Any]:
     """The same call with longreach attached; its error is that of its logits."""
     from longreach.adapters.transformers import attach
 
@@ -217,7 +224,7 @@ def _attached(bench: Decoding, case: Case, model: Any, ids: Tensor, answer: Answ
         mask = torch.ones_like(prompt)
         found.append(model.generate(prompt, attention_mask=mask, max_new_tokens=new, do_sample=False, **given))
 
-    with attach(model):
+    with attach(model, loop=loop):
         run(ids[:, :WARM_UP], 4)
         clock, taken = timed(
             bench,
