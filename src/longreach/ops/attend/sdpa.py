@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.partial import merge
 from longreach.ops.selection import Selection, Spans
 from longreach.ops.types import KVView, Partial, RowRange, Rows, describe
 
@@ -69,24 +70,20 @@ def cpu(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         heads, past = k.shape[1], k.shape[2] - q.shape[2]
-        parts = list[tuple[Tensor, Tensor]]()
+
+        def over(q: Tensor, some: slice, causal: bool) -> Partial:
+            out, lse = kernel(q, k[:, :, some], v[:, :, some], 0.0, causal, scale=scale)
+            return Partial(out[0].float(), lse[0])  # heads first, as the kernel has them
+
+        parts = list[Partial]()
         for number in range(q.shape[1] // heads):  # a query head of each group at a time: keys are not repeated
             mine = q[:, number :: q.shape[1] // heads]
-            found = kernel(mine, k[:, :, past:], v[:, :, past:], 0.0, True, scale=scale)
-            if past:
-                found = _merged(found, kernel(mine, k[:, :, :past], v[:, :, :past], 0.0, False, scale=scale))
-            parts.append(found)
-        out, lse = (torch.stack(each, 2).flatten(1, 2) for each in zip(*parts, strict=True))
-        return out, lse
+            found = over(mine, slice(past, None), True)
+            parts.append(merge(found, over(mine, slice(past), False)) if past else found)
+        out, lse = [p.out for p in parts], [p.lse for p in parts]
+        return torch.stack(out, 1).flatten(0, 1)[None], torch.stack(lse, 1).flatten(0, 1)[None]
 
     return _by_run(rows, kv, attend)
-
-
-def _merged(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of both parts."""
-    lse = torch.logaddexp(one[1], other[1])
-    out = sum(x.float() * (y - lse).exp()[..., None] for x, y in (one, other))
-    return out, lse  # type: ignore[return-value]
 
 
 def _refusal(
