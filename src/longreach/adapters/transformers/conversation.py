@@ -12,8 +12,14 @@ import torch
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.control_tokens import ControlTokens, Part
 from longreach.adapters.transformers.loop.api import Generated, generate
-from longreach.adapters.transformers.prompt_tokens import check_length, encode_parts, stop_strings, stop_tokens
-from longreach.errors import InvalidInput, ModelFileError
+from longreach.adapters.transformers.prompt_tokens import (
+    check_length,
+    encode_parts,
+    in_template,
+    stop_strings,
+    stop_tokens,
+)
+from longreach.errors import InvalidInput
 
 Message = dict[str, str]  # role, content
 
@@ -96,7 +102,7 @@ class Chat:
         return Reply(said, len(answer), len(ids), kept, again, stopped, made)
 
     def take_back(self) -> None:
-        """Forget the last turn and its answer. Raises InvalidInput where there is none."""
+        """Remove the last turn and its answer from the conversation. Raises InvalidInput if it has no turn."""
         if len(self._messages) < 2 or self._messages[-1]["role"] != "assistant":
             raise InvalidInput("there is no turn to take back")
         del self._messages[-2:]
@@ -117,11 +123,11 @@ class Chat:
         return self._cache.columns
 
     def _tokens(self, messages: Sequence[Message]) -> list[int]:
-        """The conversation in the template, up to the beginning of the answer. What users and the model said is text:
-        control tokens that it spells out are none."""
-        written = self._written(messages)
+        """The conversation in the template, up to the beginning of the answer. A control token that the text of a
+        message spells out is read as text."""
+        written = in_template(self.tokenizer, messages)
         keys = [secrets.token_hex(16) for _ in messages]
-        pattern = self._written([{**m, "content": key} for m, key in zip(messages, keys, strict=True)])
+        pattern = in_template(self.tokenizer, [{**m, "content": key} for m, key in zip(messages, keys, strict=True)])
         parts, rest, filled = list[Part](), pattern, list[str]()
         for message, key in zip(messages, keys, strict=True):
             before, found, rest = rest.partition(key)
@@ -146,13 +152,3 @@ class Chat:
                 f"cannot be told from the template's own; remove them"
             )
         return encode_parts(self.tokenizer, [Part(written, False)], special=False)
-
-    def _written(self, messages: Sequence[Message]) -> str:
-        try:
-            text: str = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
-        except Exception as error:  # a template is a program of the model's: it may raise anything
-            raise ModelFileError(
-                f"the tokenizer's chat template failed ({type(error).__name__}: {error}); leave the system prompt out "
-                f"if the template takes none, else mend it"
-            ) from error
-        return text

@@ -120,16 +120,22 @@ def chat(tokenizer: Any, turn: str, system: str = "") -> str | None:
     if not getattr(tokenizer, "chat_template", None):
         return None
     turns = [{"role": "system", "content": system}] if system else []
+    return in_template(tokenizer, [*turns, {"role": "user", "content": turn}])
+
+
+def in_template(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+    """Messages (role, content) in the tokenizer's chat template, up to the beginning of the answer.
+
+    Raises ModelFileError for a template that fails.
+    """
     try:
-        return tokenizer.apply_chat_template(
-            [*turns, {"role": "user", "content": turn}], add_generation_prompt=True, tokenize=False
-        )
+        text: str = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=False)
     except Exception as error:  # a template is a program of the model's: it may raise anything
-        why = f"{type(error).__name__}: {error}"
-        remedy = (
-            "leave the system prompt out (--system) if the template takes none, else mend it" if system else "mend it"
-        )
+        why, remedy = f"{type(error).__name__}: {error}", "mend it"
+        if messages[0]["role"] == "system":
+            remedy = "leave the system prompt out (--system) if the template takes none, else mend it"
         raise ModelFileError(f"the tokenizer's chat template failed ({why}); {remedy} or remove it") from error
+    return text
 
 
 @dataclass(frozen=True)

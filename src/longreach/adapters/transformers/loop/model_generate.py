@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from longreach.adapters.transformers.attach import Session
 
 OUTPUTS = ("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits")
-LACKING = ("stop_strings", "synced_gpus", *OUTPUTS)  # settings that transformers' own loop serves
+LEFT_TO_TRANSFORMERS = ("stop_strings", "synced_gpus", *OUTPUTS)  # settings that transformers' own loop serves
 
 
 def why_not_captured(session: Session, setting: Callable[[str], Any], cache: LongreachCache | None) -> str | None:
@@ -34,8 +34,8 @@ def why_not_captured(session: Session, setting: Callable[[str], Any], cache: Lon
     if capture is None:
         return why
     if session.on_layer is not None:
-        return "session.on_layer is set, and may keep what it is given"
-    for name in LACKING:
+        return "session.on_layer is set: it may keep tensors that the next captured step overwrites"
+    for name in LEFT_TO_TRANSFORMERS:
         if setting(name):
             return f"{name} is set"
     if setting("guidance_scale") not in (None, 1):
