@@ -20,7 +20,7 @@ PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 PAD_ID, BOS_ID, EOS_ID = 256, 257, 258
 VOCABULARY = 264  # 256 bytes, 3 special tokens, and even on any small number of ranks
 
-_SHAPE: dict[str, Any] = {
+SHAPE: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -105,7 +105,7 @@ def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedMod
     family: one of FAMILIES; overrides: fields of the model's configuration.
     """
     kind, fields = FAMILIES[family]
-    return from_config(AutoConfig.for_model(kind, **{**_SHAPE, **fields, **overrides}), seed=seed)
+    return from_config(AutoConfig.for_model(kind, **{**SHAPE, **fields, **overrides}), seed=seed)
 
 
 def from_config(config: Any, *, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:

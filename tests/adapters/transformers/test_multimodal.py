@@ -12,22 +12,10 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from longreach import attach, generate
 from longreach.errors import Unsupported
-from longreach.testing.tiny import PAD_ID, RANGE, VOCABULARY, WINDOW, from_config
+from longreach.testing.tiny import SHAPE, WINDOW, from_config
 from tests.adapters.transformers.reference import padded_batch, prompt
 
 NEW = 64
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 4096,
-    "pad_token_id": PAD_ID,
-    "eos_token_id": None,
-}
 AXES = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64,
           "patch_size": 4, "spatial_merge_size": 2}  # fmt: skip
@@ -49,10 +37,9 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = 
 def made(name: str) -> PreTrainedModel:
     if name == "gemma3_text":
         fields = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-        return from_config(transformers.Gemma3TextConfig(**TEXT, **fields, initializer_range=RANGE))
+        return from_config(transformers.Gemma3TextConfig(**SHAPE, **fields))
     of, text, vision, whole = MODELS[name]
-    config = getattr(transformers, f"{of}Config")(text_config={**TEXT, **text}, vision_config=vision, **whole)
-    config.text_config.initializer_range = RANGE
+    config = getattr(transformers, f"{of}Config")(text_config={**SHAPE, **text}, vision_config=vision, **whole)
     return from_config(config, auto=AutoModelForImageTextToText)
 
 
@@ -103,7 +90,7 @@ def test_images_that_see_each_other() -> None:
 
 
 def test_head_sizes_that_differ_by_layer() -> None:
-    config = transformers.Gemma4TextConfig(**{**TEXT, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6})
+    config = transformers.Gemma4TextConfig(**{**SHAPE, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6})
     model = transformers.Gemma4ForCausalLM(config)
     with pytest.raises(Unsupported, match=r"head_dim.* differ by layer"):
         attach(model)
