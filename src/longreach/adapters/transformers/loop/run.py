@@ -64,6 +64,7 @@ class DecodeRun:
                 f"compile={compile!r} needs a captured step, and this one is not: {self._why_not}; leave compile out"
             )
         self._exactly, self._finished = exactly, finished
+        self._eos = torch.tensor(ends.eos, dtype=torch.int64)
         self._decoder: Decoder | None = None
         self._replayed = self._setup_steps = self._steps = 0
         self.setup_seconds = self.evict_seconds = self.decode_seconds = 0.0
@@ -150,7 +151,7 @@ class DecodeRun:
         """Tokens [B], and bool [B]: which of them end an answer. On the host."""
         if self._finished is not None:
             return noted[0], noted[1].bool()
-        return noted, torch.isin(noted, torch.tensor(self.ends.eos, dtype=torch.int64))
+        return noted, torch.isin(noted, self._eos)
 
     def _decoder_of(self, cache: LongreachCache) -> Callable[[], Decoder]:
         return lambda: decoder_for(
