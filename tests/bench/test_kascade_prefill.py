@@ -28,12 +28,13 @@ def run(name: str, **changes: Any) -> dict[str, Any]:
 
 def test_cases_and_targets() -> None:
     cases = {name: case for name, case in CASES.items() if case.group == KASCADE_PREFILL}
-    assert len(cases) == 17 and all(case.shape.rows == case.shape.context for case in cases.values())
+    assert len(cases) == 20 and all(case.shape.rows == case.shape.context for case in cases.values())
     bounds = {name: [(t.quantity, t.over, t.bound) for t in case.targets] for name, case in cases.items()}
     over = "speed over", "flash_attention_3"
     assert bounds[EXACT] == [(*over, 2.3)]
     assert bounds[SAMPLED] == [(*over, 3.0), ("mass of chosen keys", None, 0.98)]
-    assert bounds["kascade-prefill-64k-20pct"] == []
+    assert bounds["kascade-prefill-64k-20pct"] == [(*over, 1.62)]
+    assert bounds["kascade-prefill-2k-10pct"] == []
 
 
 @pytest.mark.parametrize("name", [EXACT, SAMPLED])

@@ -28,7 +28,8 @@ SMALL = tiny(CASES["kascade-128k-b32"])
 def test_the_real_proportion_of_layers() -> None:
     for case in CASES.values():
         if case.stack is not None:
-            assert (case.stack.anchors[0], len(case.stack.anchors), case.stack.layers) == (0, 5, 32)
+            layers = 36 if "qwen3" in case.name else 32
+            assert (case.stack.anchors[0], len(case.stack.anchors), case.stack.layers) == (0, 5, layers)
     table = [name for name, case in CASES.items() if case.group == "kascade-table"]
     assert len(table) == 15 and CASES["kascade-128k-30pct-b64"].targets[0].bound == 2.17
     assert CASES["kascade-8k-20pct-b64"].stack == Stack(options=(("k", 0.2),))

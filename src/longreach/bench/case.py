@@ -11,6 +11,7 @@ TOP_K = "top-k"
 # a model's step with keys and values in host memory
 STEPS, USER, FUSION, EVICT, HOST = "steps", "user", "fusion", "evict", "host"
 KASCADE_PREFILL = "kascade-prefill"  # a prompt in all layers of a model
+FIRST_TOKEN = "first-token"  # a prompt of a whole model, dense and by Kascade
 PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own prefill, by transformers and by longreach
 # quantities that must not exceed their bound
 MOST = (

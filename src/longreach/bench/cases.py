@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from longreach.bench.case import (
     EVICT,
+    FIRST_TOKEN,
     FUSION,
     HOST,
     KASCADE_PREFILL,
@@ -70,15 +71,17 @@ def _verify(batch: int) -> Case:
 
 def _prefill(rows: int, before: int = 0, replays: int | None = None) -> Case:
     name = f"prefill-{_label(rows)}"
-    impls: tuple[str, ...] = ("sdpa_cudnn", "sdpa_flash", "triton")
-    if before:  # torch's cuDNN kernel aligns the causal triangle with the first key
-        name, impls = f"prefill-{rows}-after-{_label(before)}", ("triton", "sdpa_flash")
+    targets: tuple[Target, ...] = ()
+    if before:
+        name = f"prefill-{rows}-after-{_label(before)}"
+        targets = (Target("speed over", 0.85, "sdpa_cudnn", "flash_attention_3"),)
     return Case(
         name,
         "prefill",
         Shape(1, before + rows, rows),
         baselines=("flash_attention_3", "torch_sdpa"),
-        impls=impls,
+        targets=targets,
+        impls=("sdpa_cudnn", "sdpa_flash", "triton"),
         replays=replays,
     )
 
@@ -163,8 +166,15 @@ def _kascade_prefill(context: int, percent: int, every: int = 1, least: float | 
     return Case(
         f"kascade-prefill-{name}", KASCADE_PREFILL, Shape(1, context, context),
         baselines=("flash_attention_3", "flashinfer", "torch_sdpa"), stack=Stack(options=options),
-        targets=tuple(targets), replays=3 if context >= 64 * K else 7, impls=("auto",),
+        targets=tuple(targets), replays=2 if context > 128 * K else 3 if context >= 64 * K else 7, impls=("auto",),
     )  # fmt: skip
+
+
+def _first_token(context: int, least: float, replays: int) -> Case:
+    """A prompt of a whole model, dense and by Kascade."""
+    targets = Target("speed over", least, "kascade", "dense"), Target("peak memory over", 1.05, "kascade", "dense")
+    return Case(f"first-token-{_label(context)}", FIRST_TOKEN, Shape(1, context), stack=Stack(), model=Model(),
+                targets=targets, replays=replays)  # fmt: skip
 
 
 def _fusion(context: int, ratios: tuple[float, ...] = (0.05, 0.15), methods: tuple[str, ...] = FUSIONS) -> Case:
@@ -197,12 +207,21 @@ def _kascade_table(context: int, percent: int, least: float) -> Case:
     return Case(name, "kascade-table", shape, baselines=("flash_attention_3",), stack=stack, targets=(target,))
 
 
+QWEN3 = Stack(anchors=(0, 2, 7, 14, 23), layers=36)  # Kascade's anchors for Qwen3-8B, which has as many heads
 TABLE_3 = {  # context in K -> speedup over FlashAttention-3 at 10, 20 and 30 percent (Kascade, Table 3, decode)
     8: (2.91, 2.27, 1.85),
     16: (3.40, 2.50, 1.98),
     32: (3.97, 2.76, 2.13),
     64: (4.08, 2.87, 2.21),
     128: (4.12, 2.92, 2.17),
+}
+TABLE_3_PREFILL = {  # the same for prefill, batch 1; 2.3 instead of 2.19
+    8: (1.23, 1.04, 0.88),
+    16: (1.59, 1.26, 1.01),
+    32: (1.91, 1.42, 1.15),
+    64: (2.18, 1.62, 1.29),
+    128: (2.3, 1.58, 1.25),
+    256: (2.12,),
 }
 CASES: dict[str, Case] = {
     case.name: case
@@ -230,6 +249,9 @@ CASES: dict[str, Case] = {
         _kascade(32, 128 * K, 4.7),
         _kascade(64, 8 * K, 3.8),
         _kascade(1, 128 * K, 2.8),
+        _kascade(1, 256 * K, 4.08),
+        _kascade(1, 512 * K, 4.10),
+        replace(_kascade(1, 128 * K, 2.8), name="kascade-qwen3-128k-b1", stack=QWEN3),
         _kascade_int8(32, 128 * K, 5.4),
         _kascade_int8(64, 8 * K),
         _kascade_int8(1, 128 * K),
@@ -238,10 +260,11 @@ CASES: dict[str, Case] = {
             for context, cells in TABLE_3.items()
             for percent, least in zip((10, 20, 30), cells, strict=True)
         ),
+        *(_kascade_prefill(context * K, 10) for context in (2, 4)),
         *(
-            _kascade_prefill(context * K, percent, least=2.3 if (context, percent) == (128, 10) else None)
-            for context in (8, 16, 32, 64, 128)
-            for percent in (10, 20, 30)
+            _kascade_prefill(context * K, percent, least=least)
+            for context, cells in TABLE_3_PREFILL.items()
+            for percent, least in zip((10, 20, 30), cells, strict=False)
         ),
         *(_kascade_prefill(context * K, 10, every=16, least=3.0 if context == 128 else None) for context in (32, 128)),
         _model(8 * K, 0.65),
@@ -253,6 +276,8 @@ CASES: dict[str, Case] = {
         *(_steps(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
         *(_user(batch, context * K) for context in (8, 32, 128) for batch in (1, 4)),
         _user(1, 32 * K, METHODS),
+        _first_token(32 * K, 1.15, 5),
+        _first_token(128 * K, 1.8, 2),
         _fusion(4 * K),
         _fusion(6 * K, (0.15,), CHOOSING),
         _fusion(8 * K),
@@ -286,6 +311,7 @@ SPOTS: dict[str, tuple[str, ...]] = {
     magicpig.GROUP: ("magicpig-128k-b1",),
     STEPS: ("steps-8k-b1",),
     USER: ("user-8k-b1",),
+    FIRST_TOKEN: ("first-token-32k",),
     FUSION: ("fusion-4k",),
     EVICT: ("evict-7k-b1",),
     HOST: ("host-96k-b1",),

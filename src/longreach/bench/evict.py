@@ -47,7 +47,7 @@ def run_evict(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None
     weights, kv = bench.bytes(case, model)
     bench.say(f"{case.name}: prompts of {case.shape.batch} x {case.shape.context} tokens, {CAPACITY} keys kept")
     most = rounding(model, ids).behind
-    answer = _first_logits(model, ids)
+    answer = first_logits(model, ids)
     entries, left_out = list[dict[str, Any]](), dict[str, str]()
 
     def result() -> dict[str, Any]:
@@ -76,7 +76,8 @@ def run_evict(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], None
 
 
 @torch.no_grad()
-def _first_logits(model: Any, ids: Tensor) -> Answer:
+def first_logits(model: Any, ids: Tensor) -> Answer:
+    """The model's own logits after each prompt."""
     answer = Answer()
     for row in ids.split(1):  # one at a time: a batch of prompts takes memory that is not needed here
         logits = model(input_ids=row, use_cache=False, logits_to_keep=1).logits[:, -1].float().cpu()

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from longreach.bench.case import EVICT, FUSION, HOST, STEPS, USER, Case
+from longreach.bench.case import EVICT, FIRST_TOKEN, FUSION, HOST, STEPS, USER, Case
 from longreach.bench.decoding import Decoding
 from longreach.bench.evict import run_evict
+from longreach.bench.first_token import run_first_token
 from longreach.bench.fusion import run_fusion
 from longreach.bench.host.run import run_host
 from longreach.bench.method_steps import run_method_steps
@@ -26,6 +27,7 @@ MANY = {
     USER: run_user,
     EVICT: run_evict,
     FUSION: run_fusion,
+    FIRST_TOKEN: run_first_token,
     HOST: run_host,
     MODEL: run_mka_model,
 }  # groups whose cases measure many methods with one model

@@ -10,6 +10,7 @@ import torch
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Partial, RowRange, Rows, Spans, attend
 from longreach.ops.attend import resolve, sdpa
+from longreach.ops.partial import merge
 from longreach.testing.inputs import random_kv, random_rows
 from tests.ops.attend.kernels import PLACE, here, needs_gpu
 
@@ -97,7 +98,9 @@ def test_runs_find_their_keys(page: int | None, first: int) -> None:
 @needs_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize("page", [None, 64])
-@pytest.mark.parametrize(("impl", "first"), [("sdpa_cudnn", 0), ("sdpa_flash", 0), ("sdpa_flash", 333)])
+@pytest.mark.parametrize(
+    ("impl", "first"), [("sdpa_cudnn", 0), ("sdpa_cudnn", 333), ("sdpa_flash", 0), ("sdpa_flash", 333)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_agrees_with_fp64(impl: str, first: int, page: int | None, dtype: torch.dtype) -> None:
     lengths = [first + 300, first + 411]
@@ -114,6 +117,17 @@ def test_agrees_with_fp64(impl: str, first: int, page: int | None, dtype: torch.
     torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=1e-5, atol=1e-4)
 
 
+def test_two_results_are_merged() -> None:
+    """A chunk's cached tokens and its own."""
+    outs = [torch.randn(1, 4, 7, 16) for _ in range(2)]
+    lses = [10 * torch.randn(1, 4, 7) for _ in range(2)]
+    a, b = (Partial(out[0].transpose(0, 1), lse[0].T) for out, lse in zip(outs, lses))
+    want = merge(a, b)
+    out, lse = sdpa._merged((outs[0], lses[0]), (outs[1], lses[1]))
+    torch.testing.assert_close(out[0].transpose(0, 1), want.out)
+    torch.testing.assert_close(lse[0].T, want.lse)
+
+
 @needs_gpu
 @pytest.mark.gpu
 def test_what_they_cannot_do_is_refused() -> None:
@@ -123,7 +137,6 @@ def test_what_they_cannot_do_is_refused() -> None:
     for changed, selection, message in (
         (replace(rows, runs=None), Spans.dense(), "Rows.runs"),
         (rows, Spans.window(9), "must be Spans.dense"),
-        (replace(rows, runs=(RowRange(300, 0, 7),)), Spans.dense(), "whole prompts"),
     ):
         with pytest.raises(Unsupported, match=message):
             attend(changed, kv, selection, scale=1.0, impl="sdpa_cudnn")

@@ -71,7 +71,7 @@ def attach(
     evict: str | Eviction | None = None,
     cache: CacheConfig | None = None,
     impl: str = "auto",
-    loop: Loop = "plain",
+    loop: Loop = "auto",
     **unknown: Any,
 ) -> Session:
     """A session in which methods compute `model`'s attention until it is closed (use it with `with`).
@@ -89,9 +89,9 @@ def attach(
         ops use the one of the same name if they have it, else "auto". "numba" is for `ops.attend` only.
         On a GPU, sequences of different lengths share the work evenly up to 1024 sequences x KV heads. A larger batch
         takes as long as its longest sequence.
-    loop: who steps through an answer in model.generate. "plain": transformers. "auto": longreach, by captured steps as
-        in longreach.generate, where that gives the tokens of transformers' own loop, else transformers; the report
-        names the reason. "captured": the same, but where transformers would have to, Unsupported.
+    loop: who steps through an answer in model.generate. "auto": longreach, by captured steps as in longreach.generate,
+        where that gives the tokens of transformers' own loop, else transformers; the report names the reason.
+        "captured": the same, but where transformers would have to, Unsupported. "plain": transformers.
 
     The model is used as before: forward, generate (greedy, sampling, padding, prefill_chunk_size).
     Raises UnknownName, InvalidInput, Unsupported (names the feature of the model that longreach lacks) and
@@ -133,7 +133,7 @@ class Session:
 
     def __init__(
         self, model: PreTrainedModel, prefill: AttentionMethod, decode: AttentionMethod, cache: CacheConfig, impl: str,
-        fuse: Fusion | None = None, evict: Eviction | None = None, loop: Loop = "plain",
+        fuse: Fusion | None = None, evict: Eviction | None = None, loop: Loop = "auto",
     ):  # fmt: skip
         decoder = decoder_of(model)
         if MARK in decoder.__dict__ or decoder.config._attn_implementation == NAME:

@@ -20,10 +20,10 @@ def sdpa_for(
 ) -> str | None:
     """The implementation here that "auto" means for these arguments, None if it means none.
 
-    On a GPU whole prompts go to cuDNN; for the later chunks of one attend's Triton kernel is the faster one.
+    On a GPU this is cuDNN, for whole prompts and for the later chunks of one.
     """
     runs, name = rows.runs or (), "sdpa_cpu" if rows.q.device.type == "cpu" else "sdpa_cudnn"
-    if not runs or min(run.rows for run in runs) < LONG or (name == "sdpa_cudnn" and any(run.first for run in runs)):
+    if not runs or min(run.rows for run in runs) < LONG:
         return None
     return None if _refusal(rows, kv, selection, softcap, sink_logit, name) else name
 
@@ -31,17 +31,33 @@ def sdpa_for(
 def cudnn(
     rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
 ) -> Partial:
-    """cuDNN's kernel, for whole prompts."""
+    """cuDNN's kernel, for whole prompts and for chunks after cached tokens.
+
+    It aligns the causal triangle with the first key, so a chunk attends twice, to the cached tokens and to its own.
+    """
     refusal = _refusal(rows, kv, selection, softcap, sink_logit, "sdpa_cudnn")
-    if refusal is None and any(run.first for run in rows.runs or ()):
-        refusal = "sdpa_cudnn attends for whole prompts, and a run starts after position 0; use impl='sdpa_flash'"
     if refusal:
         raise Unsupported(refusal)
+    kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, True, scale=scale)[:2]
+        past = k.shape[2] - q.shape[2]
+
+        def over(some: slice, causal: bool) -> tuple[Tensor, Tensor]:
+            out, lse = kernel(q, k[:, :, some], v[:, :, some], None, True, 0.0, causal, scale=scale)[:2]
+            return out, lse.reshape(1, q.shape[1], -1)[..., : q.shape[2]]  # it may have more rows
+
+        own = over(slice(past, None), True)
+        return _merged(own, over(slice(past), False)) if past else own
 
     return _by_run(rows, kv, attend)
+
+
+def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """ops.partial.merge of two results that have keys: outputs [1, H, T, D] of 16 bits, in few passes over memory."""
+    (a, a_lse), (b, b_lse) = first, second
+    share = torch.sigmoid(b_lse - a_lse)[..., None]
+    return torch.lerp(a.float(), b.float(), share), torch.logaddexp(a_lse, b_lse)
 
 
 def flash(
@@ -117,7 +133,7 @@ def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], t
         q = rows.q[part].transpose(0, 1)[None]
         k, v = _keys(kv.k, kv, run), _keys(kv.v, kv, run)
         o, x = attend(q, k, v)
-        out[part], lse[part] = o[0].transpose(0, 1), x[0, :, : run.rows].reshape(-1, run.rows).transpose(0, 1)
+        out[part], lse[part] = o[0].transpose(0, 1), x[0, :, : run.rows].transpose(0, 1)
         start += run.rows
     return Partial(out, lse)
 
