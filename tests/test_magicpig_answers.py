@@ -77,10 +77,11 @@ def scored(method: str, length: int) -> Row:
     return f"{reads(method, length):.1f}%", first, second, largest(dense, mine)
 
 
-def at_equal_bytes(method: str) -> Row:
-    found = results(method, "equal-bytes")
+def at_equal_bytes(method: str, length: int = 4096) -> Row:
+    found = results(method, "equal-bytes", length=length)
     mine, dense = (
-        {task: 100 * one["score"] for task, one in results(name, "equal-bytes").items()} for name in (method, "dense")
+        {task: 100 * one["score"] for task, one in results(name, "equal-bytes", length=length).items()}
+        for name in (method, "dense")
     )
     total = average(one["decode_reads"]["total"] for one in found.values())
     return f"{100 * total:.1f}%", f"{average(mine.values()):.1f}%", largest(dense, mine)
@@ -121,6 +122,7 @@ TABLES = (
     (partial(scored, length=4096), ALL[4096]),
     (at_equal_bytes, methods_of("equal-bytes")),
     (partial(scored, length=LONG), ALL[LONG]),
+    (partial(at_equal_bytes, length=LONG), methods_of("equal-bytes", LONG)),
     (aggregated, methods_of("aggregation", LONG)),
     (read_on, methods_of("perplexity")),
     (written, methods_of("generation")),
@@ -277,19 +279,41 @@ def test_redo_is_of_current_error_bars() -> None:
     assert "Rows of `redo` are of `rest`. The records `own` and `own-fed` of 4096 tokens have them too" in WORDS
 
 
-def test_equal_bytes_are_of_one_length() -> None:
-    """And the shares of bytes at the other one."""
-    assert "Equal bytes were measured at 4096 tokens and in this set-up only." in WORDS
-    assert record("mini-magicpig-equal-bytes-4096")["config"]["question"] == "prefill"
-    shares = list[str]()
-    for name in ("magicpig", "loki", "kascade", "quest"):
-        some = sorted({f"{reads(x, LONG):.1f}%" for x in ALL[LONG] if x == name or x.startswith(f"{name} k=")})
-        shares.append(" to ".join(some))
+def test_equal_bytes_at_long_prompts() -> None:
+    assert "Equal bytes were measured in this set-up only." in WORDS
+    found = {length: record(f"mini-magicpig-equal-bytes-{length}") for length in LENGTHS}
+    assert {one["config"]["question"] for one in found.values()} == {"prefill"}
+    (why,) = found[LONG]["equal_bytes"]["unreachable"].values()
+    assert "reads 22.0% of dense attention's bytes with its least" in why and "its least is 22.0%" in WORDS
+    scores = {name: float(at_equal_bytes(name, LONG)[1][:-1]) for name in methods_of("equal-bytes", LONG)}
+    plain, drawn = sorted((name for name in scores if name.startswith("loki")), key=len)
+    (blocks,) = (name for name in scores if name.startswith("quest"))
+    apart = partial(compared, which="equal-bytes")
+    assert not apart("magicpig", "dense") and not apart(plain, "magicpig")
+    assert apart(plain, "dense") == "worse" and apart(drawn, "dense") == apart(drawn, "magicpig") == "better"
+
+    def points(one: str, other: str) -> str:
+        means = (
+            average(x["score"] for x in results(name, "equal-bytes", length=LONG).values()) for name in (one, other)
+        )
+        return f"{100 * (next(means) - next(means)):.1f} points"
+
+    assert f"the {points('dense', 'magicpig')} between them are chance" in WORDS
     assert (
-        "In the table for [16,384 tokens](#ruler-at-16384-tokens) shares of bytes differ: `magicpig` reads {}, `loki` "
-        "{}, `kascade` {} and `quest` {}.".format(*shares)
-        in WORDS
+        f"{points(drawn, 'dense')} above dense attention and {points(drawn, 'magicpig')[:3]} above `magicpig`" in WORDS
     )
+    assert f"Without samples it is {points('dense', plain)} below dense attention" in WORDS
+    share, _, loses = at_equal_bytes(blocks, LONG)
+    read = f"{mean('quest k=0.05', length=LONG):.1f}% at {reads('quest k=0.05', LONG):.1f}% with them"
+    assert (
+        f"{scores[blocks]}% at {share} of the bytes, and {read}" in WORDS
+        and f"`niah_multikey_3` {loses[-5:]}." in WORDS
+    )
+    lost = results("kascade k=0.067", "equal-bytes", length=LONG)
+    assert (
+        f"chains (`vt` {100 * lost['vt']['score']:.1f}%) and counts (`fwe` {100 * lost['fwe']['score']:.1f}%)" in WORDS
+    )
+    assert f"where it attends to {100 * found[LONG]['methods'][blocks]['decode']['k']:.1f}%" in WORDS
 
 
 def test_sentences_about_few_tables_and_equal_bytes() -> None:
