@@ -15,13 +15,19 @@ from tests.doc_tables import ROOT, Row, record, section, tables
 MKA, BLOCK = ((ROOT / "docs" / name).read_text() for name in ("mka.md", "block_mka.md"))
 MINI = ROOT / "src/longreach/models/longreach-mini"
 LABELS = {
-    "mha": "`mha`, the control", "fastmka": "`fastmka`", "fastmka-3": "`fastmka tiers=[1,2,3]`", "mka": "`mka`",
+    "mha": "`mha`, the control", "fastmka": "`fastmka`", "fastmka-3": "`fastmka tiers=[1,2,3]`",
+    "fastmka-fixed": "`fastmka routing=fixed`", "fastmka-top1": "`fastmka routing=top1`",
+    "fastmka-top2": "`fastmka tiers=[1,2,3] routing=top2`", "mka": "`mka`", "mka-2": "`mka tiers=[1,2]`",
     "mka-gated": "`mka mode=gated`", "block-bounds": "`block_mka recall=bounds`",
+    "block-bounds-long": "the same, healed on 100M tokens",
     "block-index": "`block_mka recall=index`", "block-hash": "`block_mka recall=hash`",
     "block": "`block_mka recall=summary`", "block-local": "`block_mka tiers=[1,2]`", "gqa-2": "`gqa kv_heads=2`",
     "mqa": "`mqa`", "mla": "`mla`",
 }  # fmt: skip
-HEALED_ONLY = "mha", "fastmka", "fastmka-3", "mka", "mka-gated"  # before healing they are the original, bit for bit
+ROUTINGS = "fastmka-fixed", "fastmka-top1", "fastmka-top2"
+# before healing they are the original, bit for bit
+HEALED_ONLY = "mha", "fastmka", "fastmka-3", *ROUTINGS, "mka", "mka-2", "mka-gated"
+DRAWN = [(window, blocks) for window in (128, 512) for blocks in (2, 8)]
 CACHE = {"mha": 2.0, "gqa-2": 0.5, "mqa": 0.25, "mla": 0.5}  # over the original's cache, which has 4 KV heads
 NAMES = {"gqa": "dense", "mla": "MLA", "mka softmaxes": "`mka`", "mka gated": "`mka mode=gated`", "torch_sdpa": "torch"}
 LENGTHS, PARTS, KINDS = (4096, 16384), ("forward_", "backward_", ""), ("attention", "layer", "scan", "decode")
@@ -131,7 +137,7 @@ def answer_rows() -> Iterator[Row]:
     originals = (cell for length in LENGTHS for cell in (f"{score('original', length):.1f}%", "-"))
     yield "original", "100%", "100%", *originals, "-", "-", "-"
     for name, label in LABELS.items():
-        both = [None if name in HEALED_ONLY else name, f"{name}-healed"]
+        both = [None if name in HEALED_ONLY else name.removesuffix("-long"), f"{name}-healed"]
         scores = ("-" if x is None else f"{score(x, length):.1f}%" for length in LENGTHS for x in both)
         perplexities = ("-" if x is None else f"{perplexity(x, 0, 16):.1f}" for x in both)
         trained = "mka" in name or "block" in name
@@ -139,8 +145,19 @@ def answer_rows() -> Iterator[Row]:
         yield label, *(bytes_read(name, length) for length in LENGTHS), *scores, *perplexities, gate
 
 
+def budget_rows() -> Iterator[Row]:
+    for window, blocks in DRAWN:
+        name = f"block-drawn-healed-{window}-{blocks}"
+        reads = (results(name, length).values() for length in LENGTHS)
+        yield (
+            str(window), str(blocks),
+            *(percent(sum(share(x["decode_reads"]) for x in some) / len(some)) for some in reads),
+            *(f"{score(name, length):.1f}%" for length in LENGTHS), f"{perplexity(name, 0, 16):.1f}",
+        )  # fmt: skip
+
+
 def position_rows() -> Iterator[Row]:
-    for name in (x for x in LABELS if x not in ("fastmka-3", "mka-gated")):
+    for name in (x for x in LABELS if x not in ("fastmka-3", *ROUTINGS, "mka-2", "mka-gated", "block-bounds-long")):
         both = [f"{name}-healed"] if name in HEALED_ONLY else [name, f"{name}-healed"]
         steps = ((0, 1), (1, 4), (4, 8), (8, 16))
         yield LABELS[name], *(", ".join(f"{perplexity(x, *step):.1f}" for x in both) for step in steps)
@@ -190,7 +207,8 @@ def target_rows() -> Iterator[Row]:
 
 def test_answers_speed_and_targets() -> None:
     found = [rows for _, rows in tables(section(MKA, "Answers after training", "A layer for your own model"))]
-    assert found == [list(rows()) for rows in (answer_rows, position_rows, attention_rows, layer_rows, target_rows)]
+    kinds = answer_rows, budget_rows, position_rows, attention_rows, layer_rows, target_rows
+    assert found == [list(rows()) for rows in kinds]
 
 
 def test_sentences() -> None:
@@ -205,7 +223,13 @@ def test_sentences() -> None:
     rest = [results(control, n)[x]["score"] - y["score"] for n in LENGTHS for x, y in results(bounds, n).items()
             if x not in tasks]  # fmt: skip
     assert round(max(rest), 6) == 0.04
-    assert all(abs(score(f"{x}-healed", n) - score(control, n)) < 0.2 for x in HEALED_ONLY for n in LENGTHS)
+    assert all(abs(score(f"{x}-healed", n) - score(control, n)) < 0.4 for x in HEALED_ONLY for n in LENGTHS)
+    learned = ((x, "fastmka-3" if x == "fastmka-top2" else "fastmka") for x in ROUTINGS)
+    assert all(abs(score(f"{a}-healed", n) - score(f"{b}-healed", n)) < 0.4 for a, b in learned for n in LENGTHS)
+    gates = (abs(x) for name in ("fastmka", "fastmka-3", *ROUTINGS) for level in by_level(name, "gate") for x in level)
+    assert max(gates) < 0.045
+    longer, drawn = "block-bounds-long", "block-drawn-healed-512-8"
+    assert all(abs(score("mka-healed", n) - score("mka-2-healed", n)) < 0.2 for n in LENGTHS)
     levels, moved = (by_level(name, "weight") for name in ("fastmka-3", "block-bounds"))
     lambdas = by_level("fastmka-3", "lambda")[0]
     assert all(abs(x - start) < 0.01 for level, start in zip(levels, (1, 0, 0), strict=True) for x in level)
@@ -214,7 +238,7 @@ def test_sentences() -> None:
         for level in range(3):
             means = [sum(x["by_position"]["lambda"][at][level] for x in layers) / len(layers) for at in range(1, 8)]
             assert max(means) - min(means) < 0.01
-    for name in (x for x in LABELS if x.startswith("block")):
+    for name in (x for x in LABELS if x.startswith("block") and x != longer):
         before, after = (perplexity(x, 8, 16) - perplexity(control, 8, 16) for x in (name, f"{name}-healed"))
         assert after < before / 2
     attention, layer = cases("attention"), cases("layer")["4K"]
@@ -231,6 +255,11 @@ def test_sentences() -> None:
         f"`cwe` from {c[0]} to {c[1]} and from {c[2]} to {c[3]}",
         f"window and summaries alone reach {local[0]} and {local[1]} there",
         f"Healing regains only {above(bounds, 'block-bounds')} points",
+        f"20M it gains {above(f'{longer}-healed', bounds)} points",
+        f"is {perplexity(f'{longer}-healed', 0, 16):.1f} instead of {perplexity(bounds, 0, 16):.1f}",
+        f"mean weight of {sum(by_level(longer, 'weight')[2]) / 12:.2f} and the window "
+        f"{sum(by_level(longer, 'weight')[0]) / 12:.2f}",
+        f"it scores {above(bounds, drawn)} points less than the checkpoint",
         f"hash is {above(control, 'block-hash-healed')} points below the control",
         f"`summary` {above(control, 'block-healed')}, `index` {above(control, 'block-index-healed')}",
         f"Healing helps the hash by {above('block-hash-healed', 'block-hash')} points",
