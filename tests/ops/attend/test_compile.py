@@ -105,3 +105,21 @@ def test_compiles_for_an_h200(dim: int, source: str) -> None:
         assert kernels[0][0] == "attend_pieces", case
         for name, shared, machine_code in kernels:
             assert machine_code and shared <= SHARED_MEMORY, (case, name, shared)
+
+
+JOIN = """
+import json
+import torch
+from longreach.ops.attend import triton_join
+from longreach.testing.compile import compiling, spilled
+
+results = [(torch.zeros(1, 32, 300, 128, dtype=torch.bfloat16), torch.zeros(1, 32, 300)) for _ in range(2)]
+with compiling(triton_join, "_join") as made:
+    triton_join.join(*results, torch.empty(300, 32, 128), torch.empty(300, 32))
+print(json.dumps([[m.metadata.name, m.metadata.shared, spilled(m)] for m in made]))
+"""
+
+
+def test_the_join_of_two_results_compiles() -> None:
+    ((name, shared, spills),) = printed(JOIN)
+    assert name == "_join" and shared <= SHARED_MEMORY and spills == 0

@@ -10,9 +10,10 @@ import torch
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Partial, RowRange, Rows, Spans, attend
 from longreach.ops.attend import resolve, sdpa
+from longreach.ops.attend.triton_join import join
 from longreach.ops.partial import merge
 from longreach.testing.inputs import random_kv, random_rows
-from tests.ops.attend.kernels import PLACE, here, needs_gpu
+from tests.ops.attend.kernels import HALF, PLACE, here, needs_gpu
 
 
 @pytest.mark.parametrize("impl", ["sdpa_cudnn", "sdpa_flash"])
@@ -78,12 +79,12 @@ def test_auto_on_a_cpu() -> None:
 def test_runs_find_their_keys(page: int | None, first: int) -> None:
     """The walk over runs and pages, with a plain function in the place of the GPU's kernel."""
 
-    def triangle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def triangle(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows, keys = q.shape[2], k.shape[2]
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         hidden = ~torch.ones(rows, keys, dtype=torch.bool).tril(keys - rows)
         logits = (0.25 * q @ k.transpose(-1, -2)).masked_fill(hidden, -torch.inf)
-        return logits.softmax(-1) @ v, logits.logsumexp(-1)
+        return [(logits.softmax(-1) @ v, logits.logsumexp(-1))]
 
     kv = random_kv([first + 30, first + 41], heads=2, dim=16, page=page)
     seq = torch.arange(2).repeat_interleave(torch.tensor([30, 41]))
@@ -117,15 +118,19 @@ def test_agrees_with_fp64(impl: str, first: int, page: int | None, dtype: torch.
     torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=1e-5, atol=1e-4)
 
 
-def test_two_results_are_merged() -> None:
-    """A chunk's cached tokens and its own."""
-    outs = [torch.randn(1, 4, 7, 16) for _ in range(2)]
-    lses = [10 * torch.randn(1, 4, 7) for _ in range(2)]
-    a, b = (Partial(out[0].transpose(0, 1), lse[0].T) for out, lse in zip(outs, lses))
+@pytest.mark.parametrize(("heads", "dim", "dtype"), [(4, 16, HALF), (6, 80, torch.float32), (1, 128, HALF)])
+def test_a_chunk_and_the_tokens_before_it_are_joined(heads: int, dim: int, dtype: torch.dtype) -> None:
+    """In memory as cuDNN leaves it: heads or tokens first, more lse than rows."""
+    outs = torch.randn(1, 7, heads, dim, dtype=dtype).transpose(1, 2), torch.randn(1, heads, 7, dim, dtype=dtype)
+    lses = [30 * torch.randn(1, heads, 9) for _ in range(2)]
+    parts = [(here(o), here(x)[..., :7]) for o, x in zip(outs, lses, strict=True)]
+    out, lse = torch.full((7, heads, dim), torch.nan), torch.full((7, heads), torch.nan)
+    out, lse = here(out), here(lse)
+    join(*parts, out, lse)
+    a, b = (Partial(o[0].transpose(0, 1).double(), x[0].T.double()) for o, x in parts)
     want = merge(a, b)
-    out, lse = sdpa._merged((outs[0], lses[0]), (outs[1], lses[1]))
-    torch.testing.assert_close(out[0].transpose(0, 1), want.out)
-    torch.testing.assert_close(lse[0].T, want.lse)
+    torch.testing.assert_close(out.double(), want.out, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), want.lse, rtol=1e-5, atol=1e-5)
 
 
 @needs_gpu

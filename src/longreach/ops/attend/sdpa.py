@@ -40,7 +40,7 @@ def cudnn(
         raise Unsupported(refusal)
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         past = k.shape[2] - q.shape[2]
 
         def over(some: slice, causal: bool) -> tuple[Tensor, Tensor]:
@@ -48,16 +48,9 @@ def cudnn(
             return out, lse.reshape(1, q.shape[1], -1)[..., : q.shape[2]]  # it may have more rows
 
         own = over(slice(past, None), True)
-        return _merged(own, over(slice(past), False)) if past else own
+        return [own, over(slice(past), False)] if past else [own]
 
     return _by_run(rows, kv, attend)
-
-
-def _merged(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """ops.partial.merge of two results that have keys: outputs [1, H, T, D] of 16 bits, in few passes over memory."""
-    (a, a_lse), (b, b_lse) = first, second
-    share = torch.sigmoid(b_lse - a_lse)[..., None]
-    return torch.lerp(a.float(), b.float(), share), torch.logaddexp(a_lse, b_lse)
 
 
 def flash(
@@ -68,9 +61,9 @@ def flash(
     if refusal:
         raise Unsupported(refusal)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         # with fewer queries than keys this kernel aligns the causal triangle with the last key
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]
+        return [torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, scale=scale)[:2]]
 
     return _by_run(rows, kv, attend)
 
@@ -84,7 +77,7 @@ def cpu(
         raise Unsupported(refusal)
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         heads, past = k.shape[1], k.shape[2] - q.shape[2]
 
         def over(q: Tensor, some: slice, causal: bool) -> Partial:
@@ -97,7 +90,7 @@ def cpu(
             found = over(mine, slice(past, None), True)
             parts.append(merge(found, over(mine, slice(past), False)) if past else found)
         out, lse = [p.out for p in parts], [p.lse for p in parts]
-        return torch.stack(out, 1).flatten(0, 1)[None], torch.stack(lse, 1).flatten(0, 1)[None]
+        return [(torch.stack(out, 1).flatten(0, 1)[None], torch.stack(lse, 1).flatten(0, 1)[None])]
 
     return _by_run(rows, kv, attend)
 
@@ -123,8 +116,10 @@ def _refusal(
     return None
 
 
-def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]) -> Partial:
-    """`attend` takes q [1, H, T, D] and k, v [1, G, N, D] and gives out like q and lse [1, H, T]."""
+def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], list[tuple[Tensor, Tensor]]]) -> Partial:
+    """`attend` takes q [1, H, T, D] and k, v [1, G, N, D] and gives out like q and lse [1, H, T]: one result, or two
+    over different keys.
+    """
     out = torch.empty_like(rows.q, dtype=torch.float32, memory_format=torch.contiguous_format)
     lse = out.new_empty(out.shape[:2])
     start = 0
@@ -132,15 +127,23 @@ def _by_run(rows: Rows, kv: KVView, attend: Callable[[Tensor, Tensor, Tensor], t
         part = slice(start, start + run.rows)
         q = rows.q[part].transpose(0, 1)[None]
         k, v = _keys(kv.k, kv, run), _keys(kv.v, kv, run)
-        o, x = attend(q, k, v)
-        out[part], lse[part] = o[0].transpose(0, 1), x[0, :, : run.rows].transpose(0, 1)
+        found = attend(q, k, v)
+        if len(found) > 1:
+            from longreach.ops.attend.triton_join import join  # needs Triton, which CPUs may lack
+
+            join(found[0], found[1], out[part], lse[part])
+        else:
+            ((o, x),) = found
+            out[part], lse[part] = o[0].transpose(0, 1), x[0, :, : run.rows].transpose(0, 1)
         start += run.rows
     return Partial(out, lse)
 
 
 def _keys(memory: Tensor, kv: KVView, run: RowRange) -> Tensor:
-    """[1, G, N, D]: keys or values visible to a run; a view if there is no block table."""
+    """[1, G, N, D]: keys or values visible to a run; a view where memory has one page, or no table."""
     stop = (run.first or 0) + run.rows
+    if len(memory) == 1:  # one page, whatever the table says
+        return memory[:, :, :stop]
     if kv.block_table is None:
         return memory[run.seq : run.seq + 1, :, :stop]
     pages = kv.block_table[run.seq, : -(-stop // kv.page)].long()
