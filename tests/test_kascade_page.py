@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from statistics import fmean
 from typing import Any
 
+from longreach.bench.cases import CASES, TABLE_3_PREFILL
 from tests.doc_tables import ROOT, Row, record, tables
 
 PAGE = (ROOT / "docs" / "kascade" / "README.md").read_text()
@@ -65,3 +67,57 @@ def test_the_default_plan_in_both_phases() -> None:
         lost = [f"{mean('dense', n) - mean(ANCHORS[label], n):.1f}" for n in (4096, 16384)]
         assert text.format(*lost) in words
     assert all(mean("dense", n) - mean(ANCHORS["default"], n) < 1 for n in (4096, 16384))
+
+
+def times(group: str, case: str) -> dict[str, float]:
+    """Milliseconds by entry, of FlashAttention-3 its best."""
+    found = {e["name"]: e["microseconds"]["median"] / 1e3 for e in record(group)["cases"][case]["entries"]}
+    return {**found, "fa3": min(ms for name, ms in found.items() if name.startswith("FlashAttention-3"))}
+
+
+def fastest(ms: dict[str, float]) -> float:
+    """Of the dense kernels."""
+    return min(x for name, x in ms.items() if name.startswith(("Flash", "torch")))
+
+
+def prefill_rows() -> Iterator[Row]:
+    measured = record("kascade-prefill")["cases"]
+    for tokens in (2, 4, 8, 16, 32, 64, 128):
+        cells = []
+        for place, percent in enumerate((10, 20, 30)):
+            name = f"kascade-prefill-{tokens}k-{percent}pct"
+            if name not in measured:
+                cells.append("-")
+                continue
+            ms = times("kascade-prefill", name)
+            paper = TABLE_3_PREFILL.get(tokens, ())[place : place + 1]
+            told = "".join(f" ({2.19 if (tokens, percent) == (128, 10) else x:.2f}x)" for x in paper)
+            cells.append(f"{ms['kascade']:.2f} ms, {ms['fa3'] / ms['kascade']:.2f}x{told}")
+        yield f"{tokens}K", f"{times('kascade-prefill', f'kascade-prefill-{tokens}k-10pct')['fa3']:.2f} ms", *cells
+
+
+def test_speed() -> None:
+    (rows,) = (rows for head, rows in tables(PAGE) if head[:2] == ("tokens", "FlashAttention-3"))
+    assert rows == list(prefill_rows())
+    words = " ".join(PAGE.split())
+    short, long = (times("kascade-prefill", f"kascade-prefill-{n}k-10pct") for n in (2, 128))
+    assert short["fa3"] < short["kascade"] < short["torch SDPA cudnn"]
+    both = long["anchor: scores"] + long["anchor: log-sums"]
+    first = record("first-token")["cases"]["first-token-32k"]
+    (dense, kascade), plan = (e["microseconds"]["median"] / 1e6 for e in first["entries"]), first["automatic_plan"]
+    decoded = [times("kascade-decode", f"kascade-{n}k-b1") for n in (256, 512)]
+    missed = [t["missed_by"] for name, c in record("kascade-prefill")["cases"].items() for t in c["targets"]
+              if name in CASES and not t["reached"]]  # fmt: skip
+    qwen = times("kascade-decode", "kascade-qwen3-128k-b1")
+    for text in (
+        f"miss its ratios by {min(missed):.1%} to {max(missed):.1%} at 32K and 64K",
+        f"a layer takes {long['kascade']:.1f} ms, FlashAttention-3 {long['fa3']:.1f}",
+        f"reuse layer takes {long['reuse layer']:.1f} ms, an anchor {long['anchor']:.0f}",
+        f"(scores and log-sums {both:.0f} of it)",
+        f"after {kascade:.2f} s instead of {dense:.2f} with dense attention ({dense / kascade:.2f}x;",
+        f"takes {plan['seconds']:.2f} s more, {plan['share_of_dense']:.0%} of the dense prefill",
+        "512K is {:.2f} and {:.2f} times".format(*(fastest(x) / x["kascade"] for x in decoded)),
+        "{:.2f} and {:.2f} times as fast as FlashAttention-3".format(*(x["fa3"] / x["kascade"] for x in decoded)),
+        f"128K gives {fastest(qwen) / qwen['kascade']:.2f}x",
+    ):
+        assert text in words, text

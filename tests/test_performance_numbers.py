@@ -144,22 +144,6 @@ def test_the_log_ends_with_the_record() -> None:
     assert f"{times[32, group]:.0f} us (12x), `own` {times[32, own]:.0f} us" in rows[-1][2]
 
 
-def test_what_kascades_page_says_of_prefill() -> None:
-    _, entries = cases("kascade-prefill")["kascade-prefill-128k-10pct"]
-    theirs = us(next(e for n, e in entries.items() if n.startswith("FlashAttention-3")))
-    times = {name: us(entry) / 1e3 for name, entry in entries.items()}
-    words = " ".join((ROOT / "docs" / "kascade" / "README.md").read_text().split())
-    assert (
-        f"takes {times['kascade']:.1f} ms a layer on an H200, FlashAttention-3 {theirs / 1e3:.1f}: "
-        f"{theirs / us(entries['kascade']):.2f} times as fast" in words
-    )
-    both = times["anchor: scores"] + times["anchor: log-sums"]
-    assert (
-        f"reuse layer takes {times['reuse layer']:.1f} ms, an anchor {times['anchor']:.0f} (scores and log-sums "
-        f"{both:.0f} of it)" in words
-    )
-
-
 def test_what_mac_costs_without_forced_hits() -> None:
     ((head, rows),) = tables(section(MAC_PAGE, "What it costs without forced hits", "Answers"))
     assert head == ("", *WAYS[:-1]) and rows == mac_rows()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from longreach.bench import front
+from longreach.bench import kascade_picture as kascade
 from longreach.bench.case import EVICT, FUSION, HOST, STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.format import goal, outcome, rate
@@ -156,4 +157,5 @@ PAGES = {
 PICTURES: dict[str, Callable[[Path], bytes | None]] = {
     "docs/quality.png": front.picture,
     "docs/magicpig/host-batches.png": host.picture,
+    "docs/kascade/kascade-time.png": kascade.picture,
 }
