@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longreach.mka.config import MKAConfig
+from longreach.ops.route_fuse import RouterLayer
 from longreach.ops.types import HeadShard, accumulator
 
 
@@ -53,6 +54,20 @@ class Router(nn.Module):
     def lambdas(self, q: Tensor, blocks: Tensor | None = None, shard: HeadShard | None = None) -> Tensor:
         """lambda [R, levels], the weights before the gates. Arguments and dtype as for `forward`."""
         return self._lambda(q, self._available(q, blocks), shard, accumulator(q.dtype))
+
+    @property
+    def splits(self) -> bool:
+        """Whether `second_layer` stands for the whole router: two levels, and no hooks or adapters on its modules."""
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        plain = self.config.routing == "fixed" or type(self.down) is nn.Linear
+        return self.config.variant == "fastmka" and self.config.tiers == (1, 2) and plain and not hooks
+
+    def second_layer(self, q: Tensor, shard: HeadShard | None = None) -> RouterLayer:
+        """The first layer computed, the second as `ops.route_fuse` takes it. Arguments as for `forward`."""
+        if self.config.routing == "fixed":
+            return RouterLayer(self.gate.bias)
+        down, hard = self.down, self.config.routing == "top1"
+        return RouterLayer(self.gate.bias, self._hidden(q, shard), down.weight, down.bias, hard)
 
     def _available(self, q: Tensor, blocks: Tensor | None) -> Tensor:
         """bool [R, levels]: whether a level has keys for a row."""

@@ -8,5 +8,5 @@ import triton
 
 @triton.jit
 def next_mean(x, mean, held):
-    """The running mean with x in it, fp32; held: the weight of `mean`, decayed by one token. 1 + held is the new weight."""
+    """The running mean with x in it, fp32. held: weight of `mean`, decayed by one token; the new weight is 1 + held."""
     return (x + held * mean) * (1.0 / (1.0 + held))
