@@ -167,7 +167,8 @@ def test_a_layer_launches_the_first_layer_of_the_router_and_one_kernel(
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *args, **kwargs: launched.append(grid)
 
-    monkeypatch.setattr(triton_kernels, "route_fuse", Kernel())
+    for kernel in ("first_layer", "route_fuse"):
+        monkeypatch.setattr(triton_kernels, kernel, Kernel())
     monkeypatch.setattr(triton, "refuse", lambda *x: None)
     monkeypatch.setattr("longreach.ops.route_fuse.api._check_values", lambda *x: None)
     assert isinstance(some.memory.carry, ScanCarry)
@@ -175,5 +176,5 @@ def test_a_layer_launches_the_first_layer_of_the_router_and_one_kernel(
     rows = torch.arange(4)
     with torch.no_grad(), _Computing() as computing:
         fuse(*some[:4], rows, rows, (1, 1, 1, 1), memory, scale=1.0, impl="triton")
-    assert computing.names == ([] if options.get("routing") == "fixed" else ["addmm"])
-    assert launched == [(4, KV_HEADS)]
+    assert computing.names == []
+    assert launched == ([] if options.get("routing") == "fixed" else [(64, 4)]) + [(4, KV_HEADS)]

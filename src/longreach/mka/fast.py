@@ -76,7 +76,7 @@ def fuse(
     parts_k, parts_v, recalled = [k], [v], None
     carry, sums = memory.carry, memory.sums
     if carry is not None and max(counts, default=0) <= 1 and not torch.is_grad_enabled() and levels.router.splits:
-        router, decay = levels.router.second_layer(q, shard), levels.decay_logits(first, k.shape[1])
+        router, decay = levels.router.second_layer(q, shard, impl), levels.decay_logits(first, k.shape[1])
         means = carry if isinstance(carry, CarryMemory) else CarryMemory.copy_of(carry)
         k, v, weights = route_fuse(k, v, router, decay, seq, pos, means, limit=EDGE, impl=impl)
         after = carry if carry is means else ScanCarry(means.mean[:, 0], means.weight[:, 0])

@@ -13,7 +13,7 @@ from longreach.errors import InvalidInput, UnknownName
 from longreach.mka.config import EDGE, MKAConfig
 from longreach.mka.levels import Levels
 from longreach.ops.carry import CarryMemory, ScanCarry
-from longreach.ops.route_fuse import RouterLayer, route_fuse
+from longreach.ops.route_fuse import RouterLayer, first_layer, route_fuse
 from longreach.ops.scan import scan
 from tests.ops.route_fuse.cases import ROUTINGS, SEQ, Case, case, run
 
@@ -134,6 +134,25 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     given = case()._replace(**change)
     with pytest.raises(InvalidInput, match=message):
         route_fuse(*given, limit=EDGE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(4)}, r"x: expected float \[R, K\]"),
+        ({"x": torch.zeros(3, 4).long()}, r"x: expected float \[R, K\]"),
+        ({"weight": torch.zeros(2, 5)}, r"weight: expected torch.float32 \[W, 4\]"),
+        ({"weight": torch.zeros(2, 4).half()}, r"weight: expected torch.float32 \[W, 4\]"),
+        ({"weight": torch.zeros(4, 2).T}, r"weight: expected torch.float32 \[W, 4\]"),
+        ({"bias": torch.zeros(3)}, r"bias: expected torch.float32 \[2\]"),
+    ],
+)
+def test_bad_first_layer(change: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"x": torch.zeros(3, 4), "weight": torch.zeros(2, 4), "bias": torch.zeros(2), **change}
+    with pytest.raises(InvalidInput, match=message):
+        first_layer(**given)
+    with pytest.raises(UnknownName, match="impl of first_layer"):
+        first_layer(torch.zeros(3, 4), torch.zeros(2, 4), None, impl="numba")
 
 
 def test_bad_parts_and_unknown_impl() -> None:

@@ -8,7 +8,7 @@ import torch
 from longreach.errors import Unsupported
 from longreach.mka.config import EDGE
 from longreach.ops.carry import CarryMemory
-from longreach.ops.route_fuse import RouterLayer, route_fuse, triton_kernels
+from longreach.ops.route_fuse import RouterLayer, first_layer, route_fuse, triton, triton_kernels
 from longreach.ops.triton_launches import Observed, observe_launches
 from tests.ops.attend.kernels import HALF, here
 from tests.ops.route_fuse.cases import ROUTINGS, Case, case, run, wide
@@ -74,6 +74,24 @@ def test_the_same_entry_before_and_after() -> None:
     agrees(some._replace(memory=memory))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(1, 32, 5), (3, 50, 1), (2, 200, 4), (0, 16, 2)])
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.covering
+def test_first_layer(
+    rows: int, inputs: int, outputs: int, biased: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights are some columns of a larger matrix; the longest rows take several parts."""
+    monkeypatch.setattr(triton, "CHANNELS", 64)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs + 8), torch.randn(outputs)
+    x, weight, bias = (here(t.to(dtype)) for t in (x, weight, bias))
+    weight = weight[:, 4:-4]
+    got = first_layer(x, weight, bias if biased else None, impl="triton")
+    want = torch.nn.functional.linear(x.double(), weight.double(), bias.double() if biased else None)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.double(), want, rtol=torch.finfo(dtype).eps, atol=inputs * 2.0**-20)
+
+
 def test_refusals() -> None:
     some = Case(*(here(x) for x in case()))
     with pytest.raises(Unsupported, match="for fp64 use impl='reference'"):
@@ -81,3 +99,6 @@ def test_refusals() -> None:
     gate = some.router.gate.clone().requires_grad_()
     with pytest.raises(Unsupported, match="route_fuse's Triton kernels have no backward"):
         route_fuse(*some._replace(router=RouterLayer(gate)), limit=EDGE, impl="triton")
+    x = torch.zeros(1, 2, requires_grad=True)
+    with pytest.raises(Unsupported, match="first_layer's Triton kernels have no backward"):
+        first_layer(here(x), here(x.detach()), None, impl="triton")

@@ -1,5 +1,5 @@
-"""One decode step of FastMKA's mixture: running mean, router and mix in one kernel."""
+"""One decode step of FastMKA's mixture: the router's first layer; running mean, second layer and mix in one kernel."""
 
-from longreach.ops.route_fuse.api import IMPLEMENTATIONS, RouterLayer, route_fuse
+from longreach.ops.route_fuse.api import FIRST_LAYER, IMPLEMENTATIONS, RouterLayer, first_layer, route_fuse
 
-__all__ = ["IMPLEMENTATIONS", "RouterLayer", "route_fuse"]
+__all__ = ["FIRST_LAYER", "IMPLEMENTATIONS", "RouterLayer", "first_layer", "route_fuse"]

@@ -19,6 +19,13 @@ IMPLEMENTATIONS = Implementations(
         "triton": "longreach.ops.route_fuse.triton:route_fuse",
     },
 )
+FIRST_LAYER = Implementations(
+    "first_layer",
+    {
+        "reference": "torch.nn.functional:linear",
+        "triton": "longreach.ops.route_fuse.triton:first_layer",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +60,26 @@ class RouterLayer:
 
     def tensors(self) -> list[Tensor]:
         return [x for x in (self.gate, self.hidden, self.weight, self.bias) if x is not None]
+
+
+def first_layer(x: Tensor, weight: Tensor, bias: Tensor | None, *, impl: str = "auto") -> Tensor:
+    """The router's hidden layer [R, W] before its SiLU: x weight^T + bias, summed in fp32 and rounded once.
+
+    x: float [R, K]; weight: [W, K], the last dimension contiguous, and bias [W] (None: 0), of its dtype. A kernel that
+    runs just before may write x, but not the weights. For few rows: each one reads all weights.
+    Raises InvalidInput for shapes, dtypes and devices that do not fit, UnknownName for an unknown impl, Unsupported for
+    fp64 and for gradients in Triton.
+    """
+    ok = isinstance(x, Tensor) and x.dim() == 2 and x.dtype in FLOATS
+    require(ok, lambda: f"x: expected float [R, K], got {describe(x)}")
+    ok = isinstance(weight, Tensor) and weight.dim() == 2 and weight.shape[1] == x.shape[1] and weight.dtype == x.dtype
+    ok = ok and weight.device == x.device and weight.stride(1) == 1 and min(weight.shape) >= 1
+    require(ok, lambda: f"weight: expected {x.dtype} [W, {x.shape[1]}] on {x.device}, got {describe(weight)}")
+    ok = bias is None or (isinstance(bias, Tensor) and bias.shape == weight.shape[:1] and bias.dtype == x.dtype)
+    ok = ok and (bias is None or bias.device == x.device)
+    require(ok, lambda: f"bias: expected {x.dtype} [{weight.shape[0]}] on {x.device} or None, got {describe(bias)}")
+    found: Tensor = FIRST_LAYER.get(impl, x.device)(x, weight, bias)
+    return found
 
 
 def route_fuse(

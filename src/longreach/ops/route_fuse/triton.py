@@ -17,6 +17,7 @@ from longreach.ops.types import accumulator
 
 INTERPRETED: bool = kernels.INTERPRETED.value
 CHAINED = not INTERPRETED
+CHANNELS = 4096  # of a weight's row that a program of first_layer holds at once
 
 
 def route_fuse(
@@ -50,14 +51,32 @@ def route_fuse(
     return mixed_k, mixed_v, weights
 
 
+def first_layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    given = [x, weight] if bias is None else [x, weight, bias]
+    refuse(*given)
+    refuse_gradients("first_layer", *given)
+    x = x.contiguous()
+    out = x.new_empty(len(x), len(weight))
+    if not len(x):
+        return out
+    block = min(CHANNELS, max(16, triton.next_power_of_2(x.shape[1])))
+    launch: dict[str, Any] = {"launch_pdl": True} if CHAINED else {}
+    with torch.cuda.device_of(x):
+        kernels.first_layer[(len(weight), len(x))](
+            x, weight, weight.stride(0), weight if bias is None else bias.contiguous(), out, BIASED=bias is not None,
+            K=x.shape[1], BK=block, CHAINED=CHAINED, num_warps=max(1, min(4, block // 256)), **launch,
+        )  # fmt: skip
+    return out
+
+
 def refuse(k: Tensor, *learnt: Tensor) -> None:
     """Raise Unsupported for what the kernel cannot do and the reference can."""
     if any(x.dtype == torch.float64 for x in (k, *learnt)):
-        raise Unsupported("route_fuse's Triton kernel computes in fp32; for fp64 use impl='reference'")
+        raise Unsupported("route_fuse's Triton kernels compute in fp32; for fp64 use impl='reference'")
     if k.device.type != "cuda" and not INTERPRETED:
         raise Unsupported(
-            f"route_fuse's Triton kernel runs on CUDA devices, got {k.device}; use impl='reference' "
-            f"(or set TRITON_INTERPRET=1 before longreach is used, to debug it)"
+            f"route_fuse's Triton kernels run on CUDA devices, got {k.device}; use impl='reference' "
+            f"(or set TRITON_INTERPRET=1 before longreach is used, to debug them)"
         )
     if INTERPRETED and any(x.dtype == torch.bfloat16 for x in (k, *learnt)):
         raise Unsupported("route_fuse under TRITON_INTERPRET=1: the interpreter gets bf16 wrong; use fp16, or fp32")

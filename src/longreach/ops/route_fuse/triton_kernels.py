@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""The Triton kernel of route_fuse. Each program computes the router's second layer, some hundred products, again."""
+"""The Triton kernels of route_fuse. Each program of it computes the second layer, some hundred products, again."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from longreach.ops.triton_carry import next_mean
 
@@ -23,6 +23,27 @@ def _place(memory, entry_of, b, there, entries, g):
 @triton.jit
 def _logit(act, weight, bias, dtype: tl.constexpr):
     return (tl.sum(act * weight.to(tl.float32), 0) + bias.to(tl.float32)).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def first_layer(
+    x, weight, weight_row, bias_of, out, BIASED: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CHAINED: tl.constexpr
+):
+    """Program (channel of the result, row). The first BK weights are loaded as soon as the kernel before permits."""
+    n, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i = tl.arange(0, BK)
+    weights = weight + n.to(tl.int64) * weight_row
+    first = tl.load(weights + i, mask=i < K, other=0.0)
+    bias = tl.load(bias_of + n).to(tl.float32) if BIASED else 0.0
+    if CHAINED:  # the next kernel may load its parameters; it waits for this one before it reads the result
+        gdc_launch_dependents()
+        gdc_wait()
+    acc = first.to(tl.float32) * tl.load(x + row * K + i, mask=i < K, other=0.0).to(tl.float32)
+    for at in range(BK, K, BK):
+        some = at + i < K
+        part = tl.load(weights + at + i, mask=some, other=0.0).to(tl.float32)
+        acc += part * tl.load(x + row * K + at + i, mask=some, other=0.0).to(tl.float32)
+    tl.store(out + row * tl.num_programs(0) + n, (tl.sum(acc, 0) + bias).to(out.dtype.element_ty))
 
 
 @triton.jit
