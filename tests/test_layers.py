@@ -40,6 +40,7 @@ SHARED = {
         "impl",
         "reference_chunks",
         "partial",
+        "carry",
         "rope",
         "directions",
         "checks",
@@ -57,6 +58,7 @@ SHARED = {
         "tile_lists",
         "triton_copies",
         "triton_copies_kernels",
+        "triton_carry",
         "triton_reads",
     },
     "methods": {

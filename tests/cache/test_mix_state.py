@@ -40,10 +40,10 @@ class Model:
             x = fresh * (layer + 1)
             carry, sums = self.state.read(layer, at, slots, turn, HEADS, WIDTH, units, torch.float32)
             assert carry is not None and sums is not None
-            _, carry = scan(x, DECAY, seq, pos, carry)
+            carry.write(scan(x, DECAY, seq, pos, carry.read())[1])
             place = seq * sums.shape[1] + pos // BLOCK
             sums = sums.flatten(0, 1).index_add(0, place, x).view_as(sums)
-            self.state.write(layer, at, turn, seq, pos, counts, carry, sums)
+            self.state.write_sums(layer, at, turn, counts, sums)
             if fail:
                 return
         for slot, rows in zip(slots, fresh.split(list(counts)), strict=True):
@@ -208,7 +208,10 @@ def test_what_is_not_kept_is_not_there(means: bool, block: int | None) -> None:
     turn = state.begin(slots, slots, torch.zeros(2))
     carry, sums = state.read(0, slots, (0, 1), turn, HEADS, WIDTH, 1, torch.float64)
     assert (carry is None, sums is None) == (not means, block is None)
-    state.write(0, slots, turn, slots, torch.zeros(2), (1, 1), carry, sums)
+    if carry is not None:
+        carry.write(carry.read())
+    if sums is not None:
+        state.write_sums(0, slots, turn, (1, 1), sums)
     state.check_keep(0)
     state.truncate(slots, torch.zeros(2, dtype=torch.int64))
     held: Any = state.layers[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from longreach.errors import Unsupported
-from longreach.ops.scan import ScanCarry
+from longreach.ops.carry import CarryMemory
 from longreach.ops.types import KVView
 
 PASSES = 8  # states that are kept of each sequence, one after each of its last passes
@@ -92,8 +92,9 @@ class MixState:
         return Turn(before, after)
 
     def read(self, layer: int, slots: Tensor, host_slots: Sequence[int], turn: Turn, heads: int, width: int, units: int,
-             dtype: torch.dtype) -> tuple[ScanCarry | None, Tensor | None]:  # fmt: skip
-        """State of a layer before the pass: running means of [B, heads, width], and sums [B, units, heads, width].
+             dtype: torch.dtype) -> tuple[CarryMemory | None, Tensor | None]:  # fmt: skip
+        """State of a layer before the pass: running means of [heads, width], in memory that the layer writes for the
+        state after it, and sums [B, units, heads, width].
 
         host_slots: `slots` on the host. units: blocks that a sequence may reach. dtype: fp32 or fp64. The first call of
         a layer allocates its state, and one for more blocks than before moves it, so neither may be captured.
@@ -101,30 +102,24 @@ class MixState:
         held = self._ensured(layer, heads, width, units, dtype)
         carry = sums = None
         if held.mean is not None and held.weight is not None:
-            carry = ScanCarry(held.mean[slots, turn.before], held.weight[slots, turn.before])
+            carry = CarryMemory(held.mean, held.weight, slots, turn.before, turn.after)
         if held.sums is not None:
             whole = tuple(host_slots) == tuple(range(self.slots))
             sums = held.sums if whole else held.sums[slots]  # without a copy where all are read
         return carry, sums
 
-    def write(self, layer: int, slots: Tensor, turn: Turn, seq: Tensor, pos: Tensor, counts: Sequence[int],
-              carry: ScanCarry | None, sums: Tensor | None) -> None:  # fmt: skip
-        """State of a layer after the rows of the pass. counts: rows of each sequence, on the host."""
+    def write_sums(self, layer: int, slots: Tensor, turn: Turn, counts: Sequence[int], sums: Tensor) -> None:
+        """Sums of a layer after the rows of the pass. counts: rows of each sequence, on the host."""
         held = self.layers[layer]
+        assert held.sums is not None and held.last is not None and self.block is not None
         with torch.no_grad():
-            if carry is not None:
-                assert held.mean is not None and held.weight is not None
-                held.mean[slots, turn.after] = carry.mean.detach()
-                held.weight[slots, turn.after] = carry.weight.detach()
-            if sums is not None:
-                assert held.sums is not None and held.last is not None and self.block is not None
-                end = (self.count[slots, turn.after] - 1).clamp(min=0) // self.block
-                own = torch.arange(len(slots), device=end.device)
-                held.last[slots, turn.after] = sums.detach()[own, end]
-                if max(counts, default=0) <= 1:
-                    held.sums[slots, end] = sums.detach()[own, end]
-                else:
-                    held.sums[slots] = sums.detach()
+            end = (self.count[slots, turn.after] - 1).clamp(min=0) // self.block
+            own = torch.arange(len(slots), device=end.device)
+            held.last[slots, turn.after] = sums.detach()[own, end]
+            if max(counts, default=0) <= 1:
+                held.sums[slots, end] = sums.detach()[own, end]
+            else:
+                held.sums[slots] = sums.detach()
 
     def _ensured(self, layer: int, heads: int, width: int, units: int, dtype: torch.dtype) -> LayerMeans:
         """The layer's tensors, with room for `units` blocks."""

@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longreach.mka.config import MKAConfig
+from longreach.mka.config import EDGE, MKAConfig
 from longreach.mka.levels import Levels
 from longreach.mka.session import session
+from longreach.ops.carry import CarryMemory, ScanCarry
 from longreach.ops.recall import signs
-from longreach.ops.scan import ScanCarry
+from longreach.ops.route_fuse import route_fuse
 from longreach.ops.types import HeadShard, accumulator
 
 AT_ONCE = 1 << 25  # scores of blocks that are held together
@@ -32,11 +33,12 @@ AT_ONCE = 1 << 25  # scores of blocks that are held together
 class FastMemory:
     """The state of a layer after some tokens: of a pass, or of a cache.
 
-    carry: of the session level, over keys and values side by side: mean [B, G, 2 D]; None without level 2.
+    carry: of the session level, over keys and values side by side: mean [B, G, 2 D]; None without level 2. Memory of
+        carries is written in place by the function that takes it, and is then the state after its rows.
     sums: [B, units, G, 2 D], sums of keys and values of each block so far, as wide as `carry`; None without level 3.
     """
 
-    carry: ScanCarry | None
+    carry: ScanCarry | CarryMemory | None
     sums: Tensor | None
 
     @classmethod
@@ -68,12 +70,19 @@ def fuse(
     q [R, H, D], k, v [R, G, D]: of the projections, in the model's dtype, before norms and rotation; of this rank's
     heads if `shard` says so. seq, pos: int [R]; counts: rows of each sequence, which follow each other in its order.
     scale: of q.k, for level 3's scores. Differentiable; at gate 0 the result is k and v, bit for bit.
+    A pass without gradients of at most one row for each sequence, such as a decode step, takes `ops.route_fuse`.
     """
-    config = levels.config
+    config, first = levels.config, 0 if shard is None else shard.first
     parts_k, parts_v, recalled = [k], [v], None
     carry, sums = memory.carry, memory.sums
+    if carry is not None and max(counts, default=0) <= 1 and not torch.is_grad_enabled() and levels.router.splits:
+        router, decay = levels.router.second_layer(q, shard, impl), levels.decay_logits(first, k.shape[1])
+        means = carry if isinstance(carry, CarryMemory) else CarryMemory.copy_of(carry)
+        k, v, weights = route_fuse(k, v, router, decay, seq, pos, means, limit=EDGE, impl=impl)
+        after = carry if carry is means else ScanCarry(means.mean[:, 0], means.weight[:, 0])
+        return k, v, FastMemory(after, None), weights
     if carry is not None:
-        decay = levels.rate(0 if shard is None else shard.first, k.shape[1])
+        decay = levels.rate(first, k.shape[1])
         k2, v2, carry = session(k, v, decay, seq, pos, carry, impl=impl)
         parts_k, parts_v = [*parts_k, k2], [*parts_v, v2]
     if sums is not None:

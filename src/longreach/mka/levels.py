@@ -40,10 +40,16 @@ class Levels(nn.Module):
 
     def rate(self, first: int = 0, count: int | None = None) -> Tensor | None:
         """Decay of KV heads [first, first + count) of the session level, fp32 [G], or None for the mean of all."""
+        logits = self.decay_logits(first, count)
+        if logits is None:
+            return None
+        return torch.sigmoid(logits.clamp(-EDGE, EDGE).to(torch.promote_types(logits.dtype, torch.float32)))
+
+    def decay_logits(self, first: int = 0, count: int | None = None) -> Tensor | None:
+        """The logits of `rate`, as they are trained: `rate` cuts them to [-EDGE, EDGE]."""
         if self.config.summary == "mean":
             return None
-        bias = self.decay.bias.narrow(0, first, self.kv_heads if count is None else count)
-        return torch.sigmoid(bias.clamp(-EDGE, EDGE).to(torch.promote_types(bias.dtype, torch.float32)))
+        return self.decay.bias.narrow(0, first, self.kv_heads if count is None else count)
 
     def code(self, frequencies: RotaryFrequencies, first: int = 0) -> BlockCode | IndexCode:
         """How blocks and queries are compared in this layer. first: KV head that this rank's heads begin with."""

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from longreach.mka.config import MKAConfig
+from longreach.ops.route_fuse import RouterLayer, first_layer
 from longreach.ops.types import HeadShard, accumulator
+
+FEW = 8  # rows for which `first_layer` is faster than a matrix product
 
 
 class Vector(nn.Module):
@@ -54,6 +57,20 @@ class Router(nn.Module):
         """lambda [R, levels], the weights before the gates. Arguments and dtype as for `forward`."""
         return self._lambda(q, self._available(q, blocks), shard, accumulator(q.dtype))
 
+    @property
+    def splits(self) -> bool:
+        """Whether `second_layer` stands for the whole router: two levels, and no hooks or adapters on its modules."""
+        hooks = self._forward_hooks or self._forward_pre_hooks
+        plain = self.config.routing == "fixed" or type(self.up) is type(self.down) is nn.Linear
+        return self.config.variant == "fastmka" and self.config.tiers == (1, 2) and plain and not hooks
+
+    def second_layer(self, q: Tensor, shard: HeadShard | None = None, impl: str = "auto") -> RouterLayer:
+        """The first layer computed, the second as `ops.route_fuse` takes it. q, shard: as for `forward`."""
+        if self.config.routing == "fixed":
+            return RouterLayer(self.gate.bias)
+        down, hard = self.down, self.config.routing == "top1"
+        return RouterLayer(self.gate.bias, self._hidden(q, shard, impl), down.weight, down.bias, hard)
+
     def _available(self, q: Tensor, blocks: Tensor | None) -> Tensor:
         """bool [R, levels]: whether a level has keys for a row."""
         needs = [tier == 3 or (tier == 2 and self.config.variant == "block_mka") for tier in self.config.tiers]
@@ -75,13 +92,18 @@ class Router(nn.Module):
         hard = hard / hard.sum(-1, keepdim=True)
         return hard.detach() + soft - soft.detach()  # straight-through: values of the choice, gradients of the softmax
 
-    def _hidden(self, q: Tensor, shard: HeadShard | None) -> Tensor:
+    def _hidden(self, q: Tensor, shard: HeadShard | None, impl: str | None = None) -> Tensor:
+        """[R, router_width]. impl: of `first_layer`, for few rows without gradients; None: matrix products."""
         q = q.to(self.up.weight.dtype)  # under autocast q has fewer bits than parameters in fp32
+        few = impl if len(q) <= FEW else None
         if shard is None or shard.count == shard.total:
-            return self.up(q.flatten(1))
+            if few is None:
+                return self.up(q.flatten(1))
+            return first_layer(q.flatten(1), self.up.weight, self.up.bias, impl=few)
         per = self.dim * self.heads // shard.total  # columns of one KV head's query heads
         columns = self.up.weight.narrow(1, shard.first * per, shard.count * per)
-        return shard.sum(F.linear(q.flatten(1), columns)) + self.up.bias
+        part = F.linear(q.flatten(1), columns) if few is None else first_layer(q.flatten(1), columns, None, impl=few)
+        return shard.sum(part) + self.up.bias
 
 
 def at_least_zero(weights: Tensor) -> Tensor:

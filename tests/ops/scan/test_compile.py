@@ -44,3 +44,26 @@ def test_compiles_for_an_h200(dim: int, dtype: str, rows: int, learnt: bool) -> 
     for name, shared, spills, programs in kernels:
         assert shared <= SHARED_MEMORY and spills <= 64, (name, shared, spills)
         assert programs >= (4 if name in ("ends", "means", "ends_back", "gradients") else 1), (name, programs)
+
+
+FEW = """
+import json, sys
+from unittest.mock import patch
+import torch
+from longreach.ops.scan import ScanCarry, scan, triton, triton_kernels
+from longreach.testing.compile import compiling, spilled
+
+dim, dtype, rows, forgets = int(sys.argv[1]), getattr(torch, sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "True"
+with patch.object(triton, "refuse", lambda *a: None), compiling(triton_kernels, "few") as made:
+    seq, decay = torch.arange(rows), torch.full((2,), 0.5) if forgets else None
+    scan(torch.zeros(rows, 2, dim, dtype=dtype), decay, seq, seq, ScanCarry.empty(rows, 2, dim), impl="triton")
+print(json.dumps([[m.metadata.name, m.metadata.shared, spilled(m)] for m in made]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "rows", "forgets"), swept([(256, "bfloat16", 1, True), (80, "float32", 32, False)], 1)
+)
+def test_few_rows_compile_for_an_h200(dim: int, dtype: str, rows: int, forgets: bool) -> None:
+    ((name, shared, spills),) = printed(FEW, dim, dtype, rows, forgets)
+    assert name == "few" and shared <= SHARED_MEMORY and spills == 0

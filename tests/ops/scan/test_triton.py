@@ -7,6 +7,7 @@ import torch
 
 from longreach.errors import Unsupported
 from longreach.ops.scan import ScanCarry, scan, triton
+from longreach.ops.triton_launches import Observed, observe_launches
 from tests.ops.attend.kernels import HALF, here, needs_gpu
 from tests.ops.scan.cases import Case, brute, case, near, run, wide
 from tests.ops.scan.test_scan import stays
@@ -91,6 +92,51 @@ def test_padding_with_nan_between_sequences() -> None:
     bad = some._replace(x=x.masked_fill((seq < 0)[:, None, None], torch.nan))
     for a, b in zip(run(bad, "triton"), run(some, "triton"), strict=True):
         assert torch.equal(a, b)
+
+
+FEW_ROWS = {
+    "one row each": [1] * 9,
+    "several rows and padding": [3, -2, 1, 7, -1, 2],
+    "one row": [1],
+    "padding": [-4],
+}
+
+
+@pytest.mark.parametrize("sizes", FEW_ROWS.values(), ids=FEW_ROWS)
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 24), (HALF, 2 * triton.BLOCK // 4 + 8)])
+@pytest.mark.parametrize("forgets", [True, False])
+@pytest.mark.covering
+def test_few_rows_without_gradients_take_one_kernel(
+    sizes: list[int], dtype: torch.dtype, dim: int, forgets: bool
+) -> None:
+    """Negative sizes: rows of padding. Two sequences have no rows, and the carry of one that starts again is NaN."""
+    seq = torch.cat([torch.full((abs(n),), len(sizes) - b if n > 0 else -1) for b, n in enumerate(sizes)])
+    pos = torch.cat([torch.arange(abs(n)) + (5 if b % 3 else 0) for b, n in enumerate(sizes)])
+    shape = len(sizes) + 2, 2
+    carry = ScanCarry(torch.randn(*shape, dim), 1 + torch.rand(shape))
+    starts = seq[(pos == 0) & (seq >= 0)]
+    bad = ScanCarry(carry.mean.clone(), carry.weight.clone())
+    bad.mean[starts], bad.weight[starts] = torch.nan, torch.nan
+    some = Case(torch.randn(len(seq), 2, dim).to(dtype), torch.tensor([0.3, 0.97]), seq, pos, carry)
+    launches = list[Observed]()
+    with torch.no_grad(), observe_launches(launches.append):
+        y, after = scan(
+            here(some.x), here(some.decay) if forgets else None, here(seq), here(pos), here(bad), impl="triton"
+        )
+    assert [x.function.__name__ for x in launches] == ["few"]
+    for got, want in zip((y, after.mean, after.weight), brute(some, forgets=forgets), strict=True):
+        near(got.cpu(), want, dtype)
+    assert torch.equal(y[here(pos == 0)].cpu(), some.x.masked_fill((seq < 0)[:, None, None], 0)[pos == 0])
+    rest = torch.ones(shape[0], dtype=torch.bool).index_fill(0, seq.clamp(min=0)[seq >= 0], False)
+    assert torch.equal(after.mean.cpu()[rest], carry.mean[rest])
+
+
+def test_a_sequence_that_starts_again_within_few_rows() -> None:
+    x, pos = torch.randn(9, 1, 8), torch.tensor([3, 4, 0, 1, 2, 3, 0, 1, 2])
+    some = Case(x, torch.tensor([0.8]), torch.zeros_like(pos), pos, ScanCarry(torch.randn(1, 1, 8), torch.ones(1, 1)))
+    y, after = scan(*(here(t) for t in some), impl="triton")
+    for got, want in zip((y, after.mean, after.weight), brute(some), strict=True):
+        near(got.cpu(), want, torch.float32)
 
 
 def test_strided_rows_are_read_in_place() -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
+from longreach.ops.carry import ScanCarry
 from longreach.ops.checks import limits
 from longreach.ops.impl import Implementations
 from longreach.ops.types import FLOATS, INTS, accumulator, describe, require
@@ -14,42 +13,6 @@ from longreach.ops.types import FLOATS, INTS, accumulator, describe, require
 IMPLEMENTATIONS = Implementations(
     "scan", {"reference": "longreach.ops.scan.reference:scan", "triton": "longreach.ops.scan.triton:scan"}
 )
-
-
-@dataclass(frozen=True)
-class ScanCarry:
-    """The state of a scan after some tokens of each sequence.
-
-    mean: [B, G, D], the running mean at the last token; weight: [B, G], the sum of the weights in it. Both fp32 (fp64
-    for fp64 inputs). Before the first token: mean 0, weight 0.
-    """
-
-    mean: Tensor
-    weight: Tensor
-
-    def __post_init__(self) -> None:
-        mean, weight = self.mean, self.weight
-        ok = isinstance(mean, Tensor) and mean.dim() == 3 and mean.dtype in (torch.float32, torch.float64)
-        require(ok, lambda: f"mean: expected fp32 (or fp64) [B, G, D], got {describe(mean)}")
-        ok = isinstance(weight, Tensor) and weight.shape == mean.shape[:2]
-        ok = ok and weight.dtype == mean.dtype and weight.device == mean.device
-        require(
-            ok, lambda: f"weight: expected {list(mean.shape[:2])} with dtype and device of mean, got {describe(weight)}"
-        )
-
-    @classmethod
-    def empty(
-        cls,
-        sequences: int,
-        heads: int,
-        dim: int,
-        *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> ScanCarry:
-        """The state before the first token."""
-        mean = torch.zeros(sequences, heads, dim, dtype=dtype, device=device)
-        return cls(mean, torch.zeros(sequences, heads, dtype=dtype, device=device))
 
 
 def scan(

@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from longreach.ops.scan.api import ScanCarry
+from longreach.ops.carry import ScanCarry
 from longreach.ops.types import accumulator
 
 CHUNK = 64  # rows whose weights form one matrix

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longreach.errors import Unsupported
+from longreach.ops.carry import ScanCarry
 from longreach.ops.scan import triton_kernels as kernels
-from longreach.ops.scan.api import ScanCarry
 
 INTERPRETED: bool = kernels.INTERPRETED.value
 PROGRAMS = 512  # of a kernel, by which chunks get their length: four on each multiprocessor of an H200
@@ -19,6 +19,7 @@ CHUNKS = (16, 32) if INTERPRETED else (64, 2048)  # rows of a chunk, at least an
 PIECE = 16  # rows of one product, at most; a product needs as many
 BLOCK = 512  # bytes of a row that a program takes, at most
 REGISTERS = 128  # of a thread: four programs of four warps fit on a multiprocessor
+FEW = 32  # rows without gradients that one kernel computes, each sequence's one after another
 CHAINED = 2 if INTERPRETED else 16  # chunks whose effects are read at once
 
 
@@ -33,6 +34,9 @@ class Runs(NamedTuple):
 
 def scan(x: Tensor, decay: Tensor | None, seq: Tensor, pos: Tensor, carry: ScanCarry) -> tuple[Tensor, ScanCarry]:
     refuse(x)
+    given = (x, carry.mean, carry.weight) if decay is None else (x, carry.mean, carry.weight, decay)
+    if x.shape[0] <= FEW and not (torch.is_grad_enabled() and any(t.requires_grad for t in given)):
+        return _few(x, decay, seq.contiguous(), pos.contiguous(), carry)
     rate = torch.ones(x.shape[1], device=x.device) if decay is None else decay
     y, mean, weight = _Scan.apply(x, rate, carry.mean, carry.weight, seq.contiguous(), pos.contiguous())
     return y, ScanCarry(mean, weight)
@@ -49,6 +53,23 @@ def refuse(x: Tensor) -> None:
         )
     if INTERPRETED and x.dtype == torch.bfloat16:
         raise Unsupported("scan under TRITON_INTERPRET=1: the interpreter gets bf16 wrong; use fp16, or fp32")
+
+
+def _few(x: Tensor, decay: Tensor | None, seq: Tensor, pos: Tensor, carry: ScanCarry) -> tuple[Tensor, ScanCarry]:
+    x = x if x.stride(2) == 1 else x.contiguous()
+    rows, heads, dim = x.shape
+    before = carry.mean.contiguous(), carry.weight.contiguous()
+    sequences = len(before[0])
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    ended = torch.empty_like(before[0]), torch.empty_like(before[1])
+    if max(rows, sequences):
+        rate = carry.weight if decay is None else decay.contiguous()
+        with torch.cuda.device_of(x):
+            kernels.few[(heads, triton.cdiv(dim, _channels(x)), max(rows, sequences))](
+                x, *x.stride()[:2], rate, seq, pos, before, y, ended, rows, sequences, heads,
+                FORGETS=decay is not None, D=dim, BD=_channels(x), R2=triton.next_power_of_2(max(rows, 1)), num_warps=1,
+            )  # fmt: skip
+    return y, ScanCarry(*ended)
 
 
 class _Scan(torch.autograd.Function):

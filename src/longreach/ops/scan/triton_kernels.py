@@ -12,6 +12,8 @@ to the first: `ends_back`, `chain`, `gradients`. Rows of one chunk need only the
 
 Bytes, in sizes of x: forward 2 reads + 1 write; backward reads dy twice, x and y once, and writes dx.
 
+`few` is a kernel for few rows without gradients, such as those of a decode step: it needs no table and no description.
+
 `runs` describes the rows, int32 [R] each:
 source: where the state before a row comes from: b >= 0: the carry of sequence b; -1: the row before; -2: nothing;
     -3: the row is padding.
@@ -24,6 +26,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from longreach.ops.triton_carry import next_mean
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 CARRIED = tl.constexpr(0)
@@ -70,6 +74,44 @@ def runs(seq, pos, source, last, first, stop, rows, sequences, C: tl.constexpr):
     tl.store(last + n, tl.where(final, own, -1), mask=there)
     tl.store(first + n, tl.associative_scan(tl.where(begins, i, -1), 0, _larger), mask=there)
     tl.store(stop + n, tl.associative_scan(tl.where(ends, i, C), 0, _smaller, reverse=True), mask=there)
+
+
+@triton.jit
+def few(
+    x, row_stride, head_stride, rate_of, seq, pos, carry, y, ended, rows, sequences, heads,
+    FORGETS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R2: tl.constexpr,
+):  # fmt: skip
+    """Program (KV head, channels, n): y of sequence n's rows, one after another, and the state after them. Where row n
+    is padding: zeros in y. R2: a power of two, at least `rows`."""
+    g, n = tl.program_id(0), tl.program_id(2)
+    d, some = _channels(D, BD)
+    i = tl.arange(0, R2)
+    own, _ = _sequence(seq, i, rows, sequences)
+    at = tl.min(tl.where(own == n, i, R2), 0)
+    end = at + tl.sum((own == n).to(tl.int32), 0)
+    if n < sequences:
+        rate = 1.0
+        if FORGETS:
+            rate = tl.load(rate_of + g).to(tl.float32)
+        place = n.to(tl.int64) * heads + g
+        begins = (at < end) & (tl.load(pos + at, mask=at < end, other=1) == 0)  # then the carry is not read
+        mean = tl.load(carry[0] + place * D + d, mask=some & ~begins, other=0.0)
+        weight = tl.load(carry[1] + place, mask=~begins, other=0.0)
+        while at < end:
+            if tl.load(pos + at) == 0:
+                mean = tl.zeros((BD,), tl.float32)
+                weight = 0.0
+            row = at.to(tl.int64)
+            new = tl.load(x + row * row_stride + g.to(tl.int64) * head_stride + d, mask=some, other=0.0)
+            held = rate * weight
+            mean = next_mean(new.to(tl.float32), mean, held)
+            weight = 1.0 + held
+            tl.store(y + (row * heads + g) * D + d, mean.to(y.dtype.element_ty), mask=some)
+            at += 1
+        tl.store(ended[0] + place * D + d, mean, mask=some)
+        tl.store(ended[1] + place, weight, mask=tl.program_id(1) == 0)
+    padding = (n < rows) & (tl.sum(tl.where(i == n, own, 0), 0) < 0)
+    tl.store(y + (n.to(tl.int64) * heads + g) * D + d, 0.0, mask=some & padding)
 
 
 @triton.jit

@@ -20,10 +20,12 @@ from longreach.methods.mac import MAC
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.quest import Quest
 from longreach.methods.streaming_llm import StreamingLLM
+from longreach.ops.triton_launches import observe_launches
 from longreach.testing.tiny import random_tokens
 from tests.adapters.transformers.mka.models import HASH, RECALL, THREE, TWO, close, converted, levels_of, original
 from tests.adapters.transformers.reference import generate, padded_batch
 from tests.methods.cases import CASES
+from tests.ops.attend.kernels import PLACE
 from tests.tiers import swept
 
 EACH = pytest.mark.parametrize("options", [TWO, THREE, HASH, RECALL], ids=["two", "three", "hash", "recall"])
@@ -51,6 +53,20 @@ def test_every_method_gives_plain_tokens(options: dict[str, Any], method: Attent
         again = longreach.generate(session, tokens.flip(0), mask.flip(0), max_new_tokens=NEW)  # over the same cache
         assert torch.equal(again.tokens.flip(0), want.tokens)
     assert torch.equal(generate(model, tokens, mask, steps=NEW).logits, want.logits)
+
+
+@pytest.mark.parametrize(("variant", "kernel"), [("fastmka", "route_fuse"), ("mka", "few")])
+def test_kernels_decode_as_the_reference(variant: str, kernel: str) -> None:
+    """Each layer computes the session level of a decode step in one kernel."""
+    tokens, mask = padded_batch((40, 23))
+    found, launches = list[torch.Tensor](), list[str]()
+    for impl, place in (("reference", "cpu"), ("triton", PLACE)):
+        model = converted("llama", variant, tiers=(1, 2)).to(place)
+        with attach(model, impl=impl) as session, observe_launches(lambda x: launches.append(x.function.__name__)):
+            steps = {"max_new_tokens": 5, "graph": False, "compile": "none"}
+            found.append(longreach.generate(session, tokens.to(place), mask.to(place), **steps).tokens.cpu())
+    assert torch.equal(*found)
+    assert launches.count(kernel) == 4 * 2  # steps and layers
 
 
 @pytest.mark.parametrize("method", [StreamingLLM(window=8), Quest(k=0.2), MAC(window=8, band=4, min_context=0)])

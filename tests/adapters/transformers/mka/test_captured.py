@@ -17,6 +17,8 @@ from tests.adapters.transformers.reference import padded_batch
 STEPS = 20
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "two": ("fastmka", TWO),
+    "fixed": ("fastmka", {"routing": "fixed", "summary": "mean"}),
+    "top1": ("fastmka", {"routing": "top1"}),
     "three": ("fastmka", THREE),
     "hash": ("fastmka", HASH),
     "recall": ("fastmka", RECALL),

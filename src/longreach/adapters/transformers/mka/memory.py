@@ -110,10 +110,9 @@ class StepMemory:
         )
 
     def after(self, memory: FastMemory) -> None:
-        step = self.step
-        if self.turn is not None:
-            rows = step.append.seq, step.append.pos, step.append.counts
-            self._state().write(self.number, step.append.slots, self.turn, *rows, memory.carry, memory.sums)
+        append = self.step.append
+        if self.turn is not None and memory.sums is not None:  # means are written already
+            self._state().write_sums(self.number, append.slots, self.turn, append.counts, memory.sums)
 
     def _state(self) -> MixState:
         assert self.step.cache is not None
