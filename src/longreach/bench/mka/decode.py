@@ -45,7 +45,6 @@ class BlockStep:
         )
         even = torch.arange(0, inputs.shape.dim, 2, dtype=torch.float64, device=inputs.device)
         self.code = BlockCode("summary", RotaryFrequencies(500000.0 ** (-even / inputs.shape.dim), "half"))
-        self.still = BlockCode("summary", RotaryFrequencies(torch.zeros_like(even), "half"))  # mean values, unrotated
         self.weights = torch.tensor(WEIGHTS, device=inputs.device).expand(inputs.shape.batch, 3)
         self._views = [self._view(copy) for copy in range(inputs.copies)]
         self._blocks = [self._summaries(view) for view in self._views]
@@ -74,13 +73,11 @@ class BlockStep:
         kv, blocks, config = self._views[copy], self._blocks[copy], self.config
         rows, impl = replace(self.inputs.rows(copy, 1), runs=None), impl or self.impl
         reach = Reach.of(rows.pos.long(), None, config)
-        values = replace(kv, k=kv.v)
-        assert blocks.summaries is not None
 
         def run() -> Tensor:
             assert blocks.summaries is not None
-            code_completed(rows, kv, blocks.summaries.k, code=self.code, per=config.block)
-            code_completed(rows, values, blocks.summaries.v, code=self.still, per=config.block)
+            means = blocks.summaries
+            code_completed(rows, kv, means.k, self.code, config.block, means=means.v)
             recalled = choose(rows, rows.pos, kv.heads, blocks, reach, self.code, config, self.inputs.scale, impl=impl)
             return block_attention(
                 rows, kv, reach, blocks, recalled, self.weights, config, self.inputs.scale, impl=impl

@@ -62,8 +62,9 @@ def code_rows(q: Tensor, pos: Tensor, code: BlockCode) -> Tensor:
 
 
 def code_blocks(
-    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool
-) -> None:
+    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool,
+    means: Tensor | None,
+) -> None:  # fmt: skip
     """in_slots: `block` holds slots; each stands for the block that it is the last slot of, if it is."""
     seq, block = seq.long(), block.long()
     if in_slots:
@@ -77,3 +78,6 @@ def code_blocks(
         number = first // kv.page
         unit = block[part] - -(-number * kv.page // per)  # of the blocks that begin in its page
         codes[page[:, 0], :, unit] = code.of_blocks(k, first[:, None].expand(-1, kv.heads))
+        if means is not None:
+            v = kv.v[page, :, offset].transpose(1, 2)
+            means[page[:, 0], :, unit] = v.to(accumulator(v.dtype)).mean(2).to(v.dtype)
