@@ -62,6 +62,18 @@ def recall(
     Raises InvalidInput for shapes, dtypes and devices that do not fit, and on a CPU for ranges that reach past a
     sequence's blocks, which are cut elsewhere; UnknownName for an unknown impl.
     """
+    check_ranges(rows, blocks, start, stop)
+    check_choice(count, scale)
+    require(pool in POOLS, lambda: f"pool: expected one of {', '.join(POOLS)}, got {pool!r}")
+    with torch.no_grad():
+        found: tuple[Tensor, Tensor] = IMPLEMENTATIONS.get(impl, rows.q.device, rows, blocks.k)(
+            rows, blocks, start, stop, count=count, scale=scale, pool=pool
+        )
+    return found
+
+
+def check_ranges(rows: Rows, blocks: KVView, start: Tensor | None, stop: Tensor) -> None:
+    """Raise InvalidInput unless start and stop name blocks for each row."""
     require(isinstance(blocks, KVView), lambda: f"blocks: expected a KVView, got {describe(blocks)}")
     check_memory(rows, blocks)
     require(blocks.slot_pos is None, "blocks: expected blocks in order, and this view has positions (slot_pos)")
@@ -70,11 +82,6 @@ def recall(
         ok = ok or (name == "start" and x is None)
         wanted = f"int [R={rows.pos.shape[0]}] on {rows.pos.device}"
         require(ok, lambda: f"{name}: expected {wanted}, got {describe(x)}")
-    ok = isinstance(count, int) and not isinstance(count, bool) and 1 <= count < MOST_BLOCKS
-    require(ok, lambda: f"count: expected a count of blocks >= 1, got {count!r}")
-    ok = isinstance(scale, (int, float)) and math.isfinite(scale)
-    require(ok, lambda: f"scale: expected a finite number, got {scale!r}")
-    require(pool in POOLS, lambda: f"pool: expected one of {', '.join(POOLS)}, got {pool!r}")
     require(blocks.capacity < MOST_BLOCKS, lambda: f"blocks: expected below {MOST_BLOCKS}, got {blocks.capacity}")
     if rows.pos.device.type == "cpu" and rows.pos.numel():  # elsewhere reading values would cost a sync
         if start is not None:
@@ -87,11 +94,14 @@ def recall(
                 f"{int(blocks.seq_lens[rows.seq.long()][over][0])}"
             ),
         )
-    with torch.no_grad():
-        found: tuple[Tensor, Tensor] = IMPLEMENTATIONS.get(impl, rows.q.device, rows, blocks.k)(
-            rows, blocks, start, stop, count=count, scale=scale, pool=pool
-        )
-    return found
+
+
+def check_choice(count: int, scale: float) -> None:
+    """Raise InvalidInput for a count or a scale that is none."""
+    ok = isinstance(count, int) and not isinstance(count, bool) and 1 <= count < MOST_BLOCKS
+    require(ok, lambda: f"count: expected a count of blocks >= 1, got {count!r}")
+    ok = isinstance(scale, (int, float)) and math.isfinite(scale)
+    require(ok, lambda: f"scale: expected a finite number, got {scale!r}")
 
 
 RECALL = Op(recall, IMPLEMENTATIONS, ("rows", "kv", "scale"))  # callers count its reads, the same in all layers
