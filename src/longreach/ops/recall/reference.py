@@ -69,9 +69,10 @@ def attend_summaries(
     last = torch.minimum(stop.long(), held)
     found = Partial.empty(*rows.q.shape, dtype=wide, device=held.device)
     for some in chunks.steps(rows, blocks):
-        n = torch.arange(int(first[some].min()), int(last[some].max()), device=held.device)
-        if not len(n):
+        lowest, highest = int(first[some].min()), int(last[some].max())
+        if lowest >= highest:
             continue
+        n = torch.arange(lowest, highest, device=held.device)
         k, v = (chunks.read(x, blocks, rows.seq[some[0]], n, slice(None), wide) for x in (blocks.k, blocks.v))
         allowed = (n >= first[some][:, None]) & (n < last[some][:, None])
         x = chunks.logits(rows.q[some].to(wide), k, scale, None).masked_fill(~allowed, -torch.inf)  # [H, r, n]

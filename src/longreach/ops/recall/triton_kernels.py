@@ -225,7 +225,7 @@ def score_and_choose(
     column = tl.arange(0, WIDTH)
     keys = tl.broadcast_to(tl.where(column < COUNT, NONE + column.to(tl.int64), FULL)[None, :], (R, WIDTH))
     least = tl.min(keys, 1)
-    for choosing in tl.staticrange_of(1 if SUM else 0, 2):
+    for choosing in tl.static_range(1 if SUM else 0, 2):
         left = active
         while tl.max(left.to(tl.int32), 0) != 0:
             now = tl.min(tl.where(left, seq, FAR), 0)
