@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from longreach.errors import InvalidInput, Unsupported
-from longreach.ops import KVView, Rows, recall
+from longreach.ops import KVView, Rows
 from longreach.ops.partial import merge_pieces
 from longreach.ops.recall import attend_summaries, recall_and_attend, triton, triton_attending
+from longreach.ops.selection import Span, Spans, absolute
 from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.oracle import exact_attend
-from longreach.ops.selection import Span, Spans, absolute
 from tests.ops.attend.kernels import HALF, held_to, here
 from tests.ops.recall.cases import Case, check, make_case
 from tests.tiers import swept

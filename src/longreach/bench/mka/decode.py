@@ -87,14 +87,15 @@ class BlockStep:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of all sequences: keys and values of window and recalled blocks, those of the own block, and summaries,
-        whose keys are read twice."""
+        """Bytes of all sequences: keys and values of window and recalled blocks, those of the own block, and summaries.
+
+        Mean keys are read once, as one pass over the summaries chooses blocks and attends to summaries."""
         shape, config = self.inputs.shape, self.config
         vector = shape.dim * WIDTHS[shape.dtype] * shape.batch * shape.kv_heads
         last = shape.context - 1
         first = max(0, (last // config.block) * config.block - config.window)
         keys = last + 1 - first + min(config.blocks, first // config.block) * config.block
-        return vector * (2 * (keys + last % config.block + 1) + 3 * (first // config.block))
+        return vector * (2 * (keys + last % config.block + 1 + first // config.block))
 
     def check(self) -> float:
         """The largest relative error of the step against the reference in fp32, given its choice of blocks."""

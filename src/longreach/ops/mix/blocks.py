@@ -87,7 +87,7 @@ def attend_blocks(
         if on.type == "cpu" and index.numel():
             lowest, highest = limits(index)
             last = -(-kv.capacity // block)
-            require(0 <= lowest and highest < last, lambda: f"recalled: expected blocks below {last}, got {highest}")
+            require(lowest >= 0 and highest < last, lambda: f"recalled: expected blocks below {last}, got {highest}")
     if on.type == "cpu" and count:
         require(limits(first)[0] >= 0, lambda: f"first: expected >= 0, got {limits(first)[0]}")
     assert heads % kv.heads == 0

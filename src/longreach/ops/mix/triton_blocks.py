@@ -100,7 +100,7 @@ def _shape(items: int, window: int, listed: int, dim: int, q: Tensor) -> _Shape:
     vector, few = triton.next_power_of_2(dim) * q.element_size(), items < FEW
     if INTERPRETED:
         return _Shape(16, *_shares(5, window, listed, 16), {"STAGES": 1, "num_warps": 1})
-    keys = 32 if few or vector > 256 else 64
+    keys = 16 if q.element_size() == 4 else 32 if few or vector > 256 else 64
     per_sm = 2 if vector > 256 else 3 if items < 128 else 4  # as many as find registers and shared memory
     options: dict[str, Any] = {"STAGES": 3 if items < 128 else 2, "num_warps": 4}
     if per_sm == 4:

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The Triton kernels of attend_blocks: attention to windows and recalled blocks in pieces, and the mixture of pieces."""
+"""The Triton kernels of attend_blocks: attention to windows and recalled blocks in pieces, and the mixture of these."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def attend(
     n = tl.arange(0, BN)
     there, inside = m < GROUP, d < D
     head = g * GROUP + m
-    place = (share * rows.to(tl.int64) + row) * G * GROUP + head
+    place = (share.to(tl.int64) * rows + row) * G * GROUP + head
     if begin < end:
         x = tl.load(
             q[0] + row * q[1] + head[:, None] * q[2] + d[None, :], mask=there[:, None] & inside[None, :], other=0.0
@@ -111,9 +111,7 @@ def attend(
                 page = next_page
         whole = tl.where(total > 0, total, 1.0)
         tl.store(lse + place, tl.where(total > 0, (peak + tl.log2(whole)) * LN2, float("-inf")), mask=there)
-        tl.store(
-            out + place[:, None] * D + d[None, :], acc / whole[:, None], mask=there[:, None] & inside[None, :]
-        )
+        tl.store(out + place[:, None] * D + d[None, :], acc / whole[:, None], mask=there[:, None] & inside[None, :])
     else:
         tl.store(lse + place, tl.full((M,), float("-inf"), tl.float32), mask=there)
 

@@ -26,7 +26,7 @@ def attend_summaries(
     total, heads, dim = rows.q.shape
     items, q = total * blocks.heads, rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
     vector = triton.next_power_of_2(dim) * q.element_size()
-    at_once = 16 if INTERPRETED else 64 if vector <= 256 else 32
+    at_once = 16 if INTERPRETED or q.element_size() == 4 else 64 if vector <= 256 else 32
     shares = _shares(items, triton.cdiv(blocks.capacity, at_once), rows)
     out = q.new_empty((shares, total, heads, dim), dtype=torch.float32)
     lse = q.new_empty((shares, total, heads), dtype=torch.float32)
