@@ -132,16 +132,18 @@ def test_attention_comes_with_a_choice_by_summaries_alone() -> None:
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "group"), [(64, 16), (80, 3), (128, 4), (256, 1), (128, 5)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_odd_shapes_on_a_gpu(dim: int, group: int, dtype: torch.dtype) -> None:
-    for seed in range(12):
-        compared(make_step(seed, dim=dim, group=group, dtype=dtype, longest=3000), "auto")
+@pytest.mark.parametrize(
+    ("dim", "group", "dtype"),
+    [(64, 16, HALF), (80, 3, HALF), (128, 4, HALF), (256, 1, HALF), (128, 5, torch.float16), (80, 8, torch.float32)],
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_shapes_on_a_gpu(dim: int, group: int, dtype: torch.dtype, seed: int) -> None:
+    compared(make_step(seed, dim=dim, group=group, dtype=dtype, longest=3000), "auto")
 
 
 @needs_gpu
 @pytest.mark.gpu
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_captured_step_gives_the_same_bits(seed: int) -> None:
     step = make_step(seed, dim=128, group=4, dtype=HALF, longest=2000)
     step("auto")

@@ -67,9 +67,9 @@ def _attend(
     dim, items = q.shape[2], q.shape[0] * kv.heads
     kernels.attend[(items, t.near + t.far)](
         (q, *q.stride()[:2]), rows.seq.contiguous(), rows.pos.contiguous(), first.contiguous(), index, used, memory,
-        pieces, sizes, q.shape[0], float(scale), G=kv.heads, GROUP=group, M=max(16, triton.next_power_of_2(group)),
-        D=dim, D2=max(16, triton.next_power_of_2(dim)), BN=t.keys, NEAR=t.near, FAR=t.far, BLOCK=block,
-        C=0 if recalled is None else index.shape[2], PAGED=paged, PAGE=kv.page if paged else 1,
+        pieces, sizes, q.shape[0], float(scale), t.near, 0 if recalled is None else index.shape[2], G=kv.heads,
+        GROUP=group, M=max(16, triton.next_power_of_2(group)), D=dim, D2=max(16, triton.next_power_of_2(dim)),
+        BN=t.keys, LISTED=t.far > 0, BLOCK=block, PAGED=paged, PAGE=kv.page if paged else 1,
         TABLED=kv.block_table is not None, EARLY=items < FEW, CHAINED=not INTERPRETED, **t.options,
     )  # fmt: skip
 
@@ -87,9 +87,9 @@ def _mix(
         channels //= 2
     at_once = triton.next_power_of_2(max(t.near + t.far, means))
     kernels.mix[(rows * heads, wide // channels)](
-        pieces, sizes, *beside, weights, weights.stride(), out, lse, heads, rows * heads, LEVELS=len(levels),
-        SECOND=levels.index(2) if means else 0, THIRD=levels.index(3) if t.far else 0, NEAR=t.near, FAR=t.far,
-        MEANS=means, S=triton.next_power_of_2(t.near + t.far), S2=triton.next_power_of_2(max(1, means)), D=dim,
+        pieces, sizes, *beside, weights, weights.stride(), out, lse, heads, rows * heads, t.near, t.near + t.far,
+        means, LEVELS=len(levels), SECOND=levels.index(2) if means else 0, THIRD=levels.index(3) if t.far else 0,
+        S=triton.next_power_of_2(t.near + t.far), S2=triton.next_power_of_2(means) if means else 0, D=dim,
         BD=channels, EARLY=rows * heads < 4 * FEW, CHAINED=not INTERPRETED,
         num_warps=1 if INTERPRETED or at_once * channels < 2048 else 4, **_chained(),
     )  # fmt: skip

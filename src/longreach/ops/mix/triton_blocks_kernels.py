@@ -22,17 +22,17 @@ def _slots(j, end, far, first, entries, BLOCK: tl.constexpr):
 
 @triton.jit
 def attend(
-    q, seq_of, pos_of, first_of, index, used, memory, out, lse, rows, scale, G: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BN: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr,
-    BLOCK: tl.constexpr, C: tl.constexpr, STAGES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr,
-    TABLED: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
+    q, seq_of, pos_of, first_of, index, used, memory, out, lse, rows, scale, near, capacity, G: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BN: tl.constexpr, LISTED: tl.constexpr,
+    BLOCK: tl.constexpr, STAGES: tl.constexpr, PAGED: tl.constexpr, PAGE: tl.constexpr, TABLED: tl.constexpr,
+    EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and KV head, share): consecutive keys of the window for the first NEAR shares, of the recalled
-    blocks for the other FAR.
+    """Program (row and KV head, share): consecutive keys of the window for the first `near` shares, of the recalled
+    blocks (LISTED: there are any) for the others.
 
     q: (q, row and head stride). memory: (k, page, head and slot stride; v and the same; filled, block table, its row
-    stride). index [rows, G, C]. out, lse: a piece for each share; out is left as it is where a share has no keys.
-    EARLY: the next kernel may start at once.
+    stride). index: [rows, G, capacity]. out, lse: a piece for each share; out is left as it is where a share has no
+    keys. EARLY: the next kernel may start at once.
     """
     if CHAINED:
         gdc_wait()
@@ -44,14 +44,14 @@ def attend(
     seq = tl.load(seq_of + row).to(tl.int64)
     seen = tl.minimum(tl.load(filled + seq).to(tl.int32), tl.load(pos_of + row).to(tl.int32) + 1)
     first = tl.load(first_of + row).to(tl.int32)
-    far = share >= NEAR
+    far = share >= near
     length = tl.maximum(seen - first, 0)
-    shares, number = NEAR, share
-    entries = index + stream.to(tl.int64) * C
-    if FAR:
+    shares, number = near, share
+    entries = index + stream.to(tl.int64) * capacity
+    if LISTED:
         length = tl.where(far, tl.load(used + stream).to(tl.int32) * BLOCK, length)
-        shares = tl.where(far, FAR, NEAR)
-        number = tl.where(far, share - NEAR, share)
+        shares = tl.where(far, tl.num_programs(1) - near, near)
+        number = tl.where(far, share - near, share)
     per = ((length + BN - 1) // BN + shares - 1) // shares * BN
     begin = number * per
     end = tl.minimum(begin + per, length)
@@ -74,7 +74,7 @@ def attend(
                 page = tl.load(pages).to(tl.int64)
             k_of += page * k_page
             v_of += page * v_page
-        if FAR:
+        if LISTED:
             slot = _slots(begin + n, end, far, first, entries, BLOCK)
         else:
             slot = first + begin + n
@@ -84,7 +84,7 @@ def attend(
         total = tl.zeros((M,), tl.float32)
         acc = tl.zeros((M, D2), tl.float32)
         for at in tl.range(begin, end, BN, num_stages=STAGES):
-            if FAR:  # asked for now, needed in the next round
+            if LISTED:  # asked for now, needed in the next round
                 next_slot = _slots(at + BN + n, end, far, first, entries, BLOCK)
             else:
                 next_slot = slot + BN
@@ -127,11 +127,12 @@ def _pieces(out, lse, w, at, count, s, number, d, D: tl.constexpr):
 
 @triton.jit
 def mix(
-    near, near_lse, means, means_lse, weights, strides, out, lse, heads, count, LEVELS: tl.constexpr,
-    SECOND: tl.constexpr, THIRD: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, MEANS: tl.constexpr,
-    S: tl.constexpr, S2: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
+    keys, keys_lse, means, means_lse, weights, strides, out, lse, heads, count, near, pieces, summaries,
+    LEVELS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row and head, BD channels): NEAR + FAR pieces of window and recalled blocks, MEANS of summaries.
+    """Program (row and head, BD channels): `pieces` of keys, up to S, of which `near` are of windows and the others of
+    recalled blocks; `summaries` pieces of these, up to S2.
 
     weights: [rows, LEVELS], of levels 1, 2 and 3 in columns 0, SECOND and THIRD. EARLY: the next kernel may start at
     once.
@@ -156,19 +157,19 @@ def mix(
             third = w
     first = tl.where(most == 0.0, 1.0, first)
     s = tl.arange(0, S)
-    w = tl.where(s < NEAR, first, third)
-    x, part = _pieces(near, near_lse, w, at, count, s, NEAR + FAR, d, D)
+    w = tl.where(s < near, first, third)
+    x, part = _pieces(keys, keys_lse, w, at, count, s, pieces, d, D)
     top = tl.max(x, 0)
-    if MEANS:
+    if S2:
         s2 = tl.arange(0, S2)
-        w2 = tl.where(s2 < MEANS, second, 0.0)
-        x2, part2 = _pieces(means, means_lse, w2, at, count, s2, MEANS, d, D)
+        w2 = tl.where(s2 < summaries, second, 0.0)
+        x2, part2 = _pieces(means, means_lse, w2, at, count, s2, summaries, d, D)
         top = tl.maximum(top, tl.max(x2, 0))
     top = tl.where(top == float("-inf"), 0.0, top)
     size = w * tl.exp2((x - top) * LOG2E)
     total = tl.sum(size, 0)
     acc = tl.sum(size[:, None] * part, 0)
-    if MEANS:
+    if S2:
         size2 = w2 * tl.exp2((x2 - top) * LOG2E)
         total += tl.sum(size2, 0)
         acc += tl.sum(size2[:, None] * part2, 0)

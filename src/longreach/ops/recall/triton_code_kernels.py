@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SUMMARY, BOUNDS, HASH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -122,7 +122,7 @@ def code(
     seq_of, block_of, memory, values, held, turns, inv_freq, planes, IN_SLOTS: tl.constexpr, MEANS: tl.constexpr,
     KIND: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAIRS: tl.constexpr, P2: tl.constexpr, REST2: tl.constexpr,
     INTERLEAVED: tl.constexpr, BITS: tl.constexpr, BB: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr,
-    PAGED: tl.constexpr, PAGE: tl.constexpr, TABLED: tl.constexpr, CHAINED: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, TABLED: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (block, KV head, 0 or 1): its code, written where it belongs, if the block is complete; 1: with MEANS
     the mean of its values.
@@ -131,10 +131,12 @@ def code(
     head and slot stride; codes, their page, head and unit stride); values: the same of values and their means. held:
     (filled, block table, its row stride). turns: (cos, sin) fp32 [PER, PAIRS], by which keys are rotated to the middle
     of their block. PAIRS: of rotated channels; REST2: the power of two from the number of other channels on. planes:
-    [D, BITS].
+    [D, BITS]. EARLY: the next kernel may start at once.
     """
     if CHAINED:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     filled, table, table_row = held
     at = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)

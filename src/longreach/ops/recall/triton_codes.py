@@ -10,6 +10,7 @@ from torch import Tensor
 
 from longreach.ops.recall import triton_code_kernels as kernels
 from longreach.ops.recall.codes import KINDS, BlockCode
+from longreach.ops.recall.triton import FEW as FEW_ITEMS
 from longreach.ops.recall.triton import INTERPRETED, refuse
 from longreach.ops.types import KVView
 
@@ -38,7 +39,7 @@ def code_blocks(
     with torch.cuda.device_of(kv.k):
         kernels.code[(seq.shape[0], kv.heads, 1 if means is None else 2)](
             seq.contiguous(), block.contiguous(), memory, values, held, turns, inv_freq, planes, IN_SLOTS=in_slots,
-            MEANS=means is not None,
+            MEANS=means is not None, EARLY=seq.shape[0] * kv.heads < FEW_ITEMS,
             PER=per, BN=min(triton.next_power_of_2(per), max(16, READ // wide)), PAGED=paged,
             PAGE=kv.page if paged else 1, TABLED=kv.block_table is not None, **shape, num_warps=4,
         )  # fmt: skip
