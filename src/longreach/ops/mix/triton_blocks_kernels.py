@@ -118,11 +118,12 @@ def attend(
 
 @triton.jit
 def _pieces(out, lse, w, at, count, s, number, d, D: tl.constexpr):
-    """Pieces [S] of one row and head: weights (0 for those without keys), lse, values [S, BD]."""
-    x = tl.load(lse + s.to(tl.int64) * count + at, mask=s < number, other=float("-inf"))
+    """Pieces [S] of one row and head: lse, -inf for those without keys or weight, and values [S, BD]."""
+    place = s.to(tl.int64) * count + at
+    x = tl.load(lse + place, mask=s < number, other=float("-inf"))
+    part = tl.load(out + place[:, None] * D + d[None, :], mask=(s < number)[:, None] & (d < D)[None, :], other=0.0)
     x = tl.where(w == 0.0, float("-inf"), x)
-    some = (x > float("-inf"))[:, None] & (d < D)[None, :]
-    return x, tl.load(out + (s.to(tl.int64) * count + at)[:, None] * D + d[None, :], mask=some, other=0.0)
+    return x, tl.where((x > float("-inf"))[:, None], part, 0.0)  # pieces without keys hold anything
 
 
 @triton.jit
