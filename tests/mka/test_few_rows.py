@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longreach.mka.block import Blocks, Reach, Recalled, block_attention, choose
+from longreach.mka.block import Blocks, Reach, Recalled, block_attention, choose, few_rows
 from longreach.mka.config import MKAConfig
-from longreach.ops import BlockCode, KVView, Partial, RotaryFrequencies, Rows
+from longreach.ops import BlockCode, KVView, Partial, RotaryFrequencies, RowRange, Rows
 from longreach.ops.recall import code_completed, code_places, code_view, planes_of
 from longreach.testing.inputs import random_kv
 from tests.ops.attend.kernels import HALF, PLACE, here, needs_gpu
@@ -128,6 +128,22 @@ def test_attention_comes_with_a_choice_by_summaries_alone() -> None:
             trained = replace(step, rows=replace(step.rows, q=step.rows.q.clone().requires_grad_()))
             recalled, found = trained("auto")
             assert recalled is not None and recalled.summaries is None and found.out.requires_grad
+
+
+def test_which_rows_are_few() -> None:
+    """About one a sequence, of keys in order on the device, computed by Triton, without gradients."""
+    kv, evicted = (random_kv([9, 7], heads=1, dim=8, evicted=x) for x in (False, True))
+    q, two = torch.zeros(4, 2, 8), torch.arange(2)
+    rows, many = Rows(q[:2], two, two), Rows(q, two.repeat(2), two.repeat(2))
+    runs = replace(rows, seq=two * 0, runs=(RowRange(2, 0),))
+    assert few_rows(rows, kv, "triton", q)
+    assert few_rows(replace(rows, runs=(RowRange(1, 0), RowRange(1, 1))), kv, "triton")
+    assert not (few_rows(many, kv, "triton") or few_rows(runs, kv, "triton") or few_rows(rows, evicted, "triton"))
+    assert not any(few_rows(rows, kv, impl) for impl in ("reference", "numba", "auto"))  # on a CPU
+    trained = q.clone().requires_grad_()
+    assert not few_rows(rows, kv, "triton", trained)
+    with torch.no_grad():
+        assert few_rows(rows, kv, "triton", trained)
 
 
 @needs_gpu

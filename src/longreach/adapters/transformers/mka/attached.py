@@ -101,7 +101,7 @@ class SessionLevels:
         """Whether kernels for few rows compute all levels: of Block-MKA, with plain logits."""
         if self.config.variant != "block_mka" or call.softcap is not None or call.sink_logit is not None:
             return False
-        return call.computes("attend_blocks", "triton") and few_rows(call.rows, call.kv, "triton", weights)
+        return few_rows(call.rows, call.kv, call.impl, weights)
 
     def _of_few_rows(self, call: LayerCall, blocks: Blocks, reach: Reach, weights: Tensor) -> Partial:
         config, view, lists, means = self.config, blocks.summaries, None, None
