@@ -209,9 +209,9 @@ class LayerCall:
             require(ok, lambda: f"amount: expected bytes, an int >= 0 or int [R={rows[0]}], got {amount!r}")
         self._note(self.kv, Read(other=amount))
 
-    def count_read(self, read: Read) -> None:
-        """Count a pass over the layer's view that no op of the call makes."""
-        self._note(self.kv, read)
+    def count_read(self, read: Read, *, kv: KVView | None = None) -> None:
+        """Count a pass over the layer's view, or another one, that no op of the call counts."""
+        self._note(self._view(kv), read)
 
     def take(self, index: Tensor) -> LayerCall:
         """The call for the rows at `index` [r]. It counts into the same meter."""

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from longreach.mka.config import MKAConfig
 from longreach.mka.router import at_least_zero
-from longreach.ops.mix import KeySet, attend_mixed
-from longreach.ops.recall import BlockCode, Pool, recall
+from longreach.ops.mix import KeySet, attend_blocks, attend_mixed
+from longreach.ops.recall import BlockCode, Pool, attend_summaries, recall, recall_and_attend
 from longreach.ops.rope import RotaryFrequencies
 from longreach.ops.selection import Lists, Span, Spans, absolute, relative
-from longreach.ops.types import KVView, Partial, Rows, accumulator
+from longreach.ops.types import KVView, Partial, Pieces, Rows, accumulator
+
+MOST_LOGITS = 1 << 25  # of few rows, held at a time
 
 
 class Code(Protocol):
@@ -60,10 +62,14 @@ class Reach:
 
 @dataclass(frozen=True)
 class Recalled:
-    """Blocks that rows recall: index int32 [R, G, C], used int32 [R, G]."""
+    """Blocks that rows recall: index int32 [R, G, C], used int32 [R, G].
+
+    summaries: attention to level 2 of the layer that chose, where it came with the choice.
+    """
 
     index: Tensor
     used: Tensor
+    summaries: Pieces | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,14 @@ class Blocks:
 
     codes: KVView | None
     summaries: KVView | None
+
+    @property
+    def by_summaries(self) -> bool:
+        """Whether codes are the mean keys of the summaries themselves, in the same memory."""
+        if self.codes is None or self.summaries is None:
+            return False
+        codes, keys = self.codes.k, self.summaries.k
+        return codes.data_ptr() == keys.data_ptr() and codes.shape == keys.shape and codes.stride() == keys.stride()
 
     @classmethod
     def of(cls, kv: KVView, first: Tensor, code: Code | None, frequencies: RotaryFrequencies, block: int, *,
@@ -104,18 +118,45 @@ class Blocks:
         return cls(codes, means)
 
 
-@torch.no_grad()
+def few_rows(rows: Rows, kv: KVView, impl: str, *others: Tensor) -> bool:
+    """Whether Triton's kernels for few rows compute an attention: about a row a sequence, and no gradient.
+
+    others: further tensors that may require one.
+    """
+    several = rows.q.shape[0] >= 2 * kv.sequences
+    if rows.runs is not None:
+        several = max((run.rows for run in rows.runs), default=0) > 1
+    triton = impl == "triton" or (impl == "auto" and rows.q.device.type == "cuda" and kv.calls is None)
+    trained = torch.is_grad_enabled() and any(x.requires_grad for x in (rows.q, kv.k, kv.v, *others))
+    return triton and not (several or trained) and kv.slot_pos is None
+
+
+def scored_with_attention(rows: Rows, blocks: Blocks, code: Code) -> bool:
+    """Whether the logits by which few rows choose blocks are those of their attention to summaries."""
+    if code.pool != "softmax" or blocks.summaries is None or not blocks.by_summaries:
+        return False
+    return rows.q.shape[0] * rows.q.shape[1] * blocks.summaries.capacity <= MOST_LOGITS
+
+
 def choose(rows: Rows, pos: Tensor, kv_heads: int, blocks: Blocks, reach: Reach, code: Code, config: MKAConfig,
            scale: float, *, impl: str = "auto") -> Recalled:  # fmt: skip
-    """The blocks that each row and KV head recalls. pos: positions by which the rows are rotated [R]."""
+    """The blocks that each row and KV head recalls. pos: positions by which the rows are rotated [R].
+
+    Where few rows choose by summaries, these are attended to in the same pass over them (`Recalled.summaries`).
+    """
     if blocks.codes is None:
         none = torch.zeros(rows.q.shape[0], kv_heads, 1, dtype=torch.int32, device=pos.device)
         return Recalled(none, none[..., 0])
-    queries = code.of_rows(rows.q.detach(), pos).to(blocks.codes.k.dtype)
-    return Recalled(*recall(
-        replace(rows, q=queries, runs=None), blocks.codes, reach.start, reach.stop,
-        count=config.blocks, scale=scale if code.pool == "softmax" else 1.0, pool=code.pool, impl=_own(impl),
-    ))  # fmt: skip
+    count, means = config.blocks, blocks.summaries
+    if means is not None and few_rows(rows, means, impl) and scored_with_attention(rows, blocks, code):
+        found = recall_and_attend(rows, means, reach.start, reach.stop, count=count, scale=scale, impl=impl)
+        return Recalled(*found)
+    with torch.no_grad():
+        queries = code.of_rows(rows.q.detach(), pos).to(blocks.codes.k.dtype)
+        return Recalled(*recall(
+            replace(rows, q=queries, runs=None), blocks.codes, reach.start, reach.stop,
+            count=count, scale=scale if code.pool == "softmax" else 1.0, pool=code.pool, impl=_own(impl),
+        ))  # fmt: skip
 
 
 def recalled_keys(rows: Rows, kv: KVView, recalled: Recalled, block: int) -> KeySet:
@@ -153,6 +194,8 @@ def block_attention(
     weights: [R, levels], as `Router` makes them of queries and `reach.has_blocks`. recalled: None without level 3.
     Differentiable but for the choice.
     """
+    if few_rows(rows, kv, impl, weights):
+        return _of_few_rows(rows, kv, reach, blocks, recalled, weights, config, scale, impl)
     sets, levels = [window_keys(rows, kv, reach)], [config.tiers.index(1)]
     if 2 in config.tiers and blocks.summaries is not None:
         sets.append(summaries_before(rows, blocks.summaries, reach))
@@ -165,6 +208,22 @@ def block_attention(
     if len(levels) < weights.shape[1]:  # no block has a summary yet
         some = some[:, levels]
     return attend_mixed(sets, some, scale=scale, impl=impl)
+
+
+def _of_few_rows(rows: Rows, kv: KVView, reach: Reach, blocks: Blocks, recalled: Recalled | None, weights: Tensor,
+                 config: MKAConfig, scale: float, impl: str) -> Partial:  # fmt: skip
+    """block_attention without gradients: every level's keys in pieces, which one kernel weighs and mixes."""
+    means = None if recalled is None else recalled.summaries
+    if means is None and 2 in config.tiers and blocks.summaries is not None:
+        means = attend_summaries(rows, blocks.summaries, reach.start, reach.stop, scale=scale, impl=impl)
+    listed = None
+    if 3 in config.tiers:
+        assert recalled is not None
+        listed = recalled.index, recalled.used
+    return attend_blocks(
+        rows, kv, reach.window, listed, means, weights, block=config.block, window=config.window + config.block,
+        scale=scale, levels=config.tiers, impl=impl,
+    )  # fmt: skip
 
 
 def _own(impl: str) -> str:

@@ -19,6 +19,8 @@ EVERYTHING = Spans.dense()
 OPS = {
     "attend_amend": "longreach.ops.attend:AMEND",
     "attend_from_logits": "longreach.ops.attend:FROM_LOGITS",
+    "attend_blocks": "longreach.ops.mix:ATTEND_BLOCKS",
+    "attend_summaries": "longreach.ops.recall:ATTEND_SUMMARIES",
     "attend_with_logits": "longreach.ops.attend:WITH_LOGITS",
     "bound_and_score": "longreach.ops.block_bounds:BOUND_AND_SCORE",
     "code_completed": "longreach.ops.recall:CODE_COMPLETED",
@@ -31,6 +33,7 @@ OPS = {
     "project": "longreach.ops.project:PROJECT",
     "rank_round_robin": "longreach.ops.across_heads:RANK_ROUND_ROBIN",
     "recall": "longreach.ops.recall:RECALL",
+    "recall_and_attend": "longreach.ops.recall:RECALL_AND_ATTEND",
     "sample": "longreach.ops.sample:SAMPLE",
     "sampling_variance": "longreach.ops.variance:SAMPLING_VARIANCE",
     "score_and_pool": "longreach.ops.attend:SCORE_AND_POOL",

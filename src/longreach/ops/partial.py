@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longreach.ops.types import Partial, describe, require
+from longreach.ops.types import Partial, Pieces, describe, require
 
 
 def merge(first: Partial, *others: Partial) -> Partial:
@@ -31,6 +31,12 @@ def merge(first: Partial, *others: Partial) -> Partial:
     total = total.masked_fill(none, 1.0)
     out = sum(w[..., None] * p.out for w, p in zip(weight / total, (first, *others), strict=True))
     return Partial(out, (top + torch.log(total)).masked_fill(none, -torch.inf))
+
+
+def merge_pieces(pieces: Pieces) -> Partial:
+    """The result over the keys of all pieces."""
+    out = pieces.out.masked_fill((pieces.lse == -torch.inf)[..., None], 0.0)
+    return merge(*(Partial(o, x) for o, x in zip(out, pieces.lse, strict=True)))
 
 
 def shift(partial: Partial, log_weight: Tensor) -> Partial:

@@ -232,6 +232,30 @@ class Partial:
 
 
 @dataclass(frozen=True)
+class Pieces:
+    """A Partial in S pieces, over keys that have none in common: what a kernel leaves for one that merges more results.
+
+    out: [S, R, H, D], lse: [S, R, H], as a Partial has them, but where lse is -inf out may hold anything.
+    """
+
+    out: Tensor
+    lse: Tensor
+
+    def __post_init__(self) -> None:
+        out, lse = self.out, self.lse
+        ok = isinstance(out, Tensor) and out.dim() == 4 and out.dtype in (torch.float32, torch.float64)
+        require(ok, lambda: f"out: expected fp32 (or fp64) [S, R, H, D], got {describe(out)}")
+        ok = isinstance(lse, Tensor) and lse.shape == out.shape[:3]
+        ok = ok and lse.dtype == out.dtype and lse.device == out.device
+        require(ok, lambda: f"lse: expected {list(out.shape[:3])} with dtype and device of out, got {describe(lse)}")
+
+    @classmethod
+    def of(cls, partial: Partial) -> Pieces:
+        """A Partial in one piece."""
+        return cls(partial.out[None], partial.lse[None])
+
+
+@dataclass(frozen=True)
 class Logits:
     """The logits of all keys a row reaches, left by one pass over the keys for later passes of the same call.
 

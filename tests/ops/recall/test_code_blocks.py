@@ -76,6 +76,31 @@ def test_named_blocks(impl: str, kind: Any, page: int | None, per: int, dtype: t
 
 
 @impls
+@pytest.mark.parametrize(("page", "per"), PAGES)
+@pytest.mark.parametrize(("dtype", "dim", "rotary"), [(HALF, 16, 16), (torch.float32, 40, 24)])
+def test_mean_values_beside_mean_keys(
+    impl: str, page: int | None, per: int, dtype: torch.dtype, dim: int, rotary: int
+) -> None:
+    """The same keys as alone, and values as they are; by named blocks and by the rows that complete them."""
+    kv, code = random_kv(LENGTHS, heads=2, dim=dim, page=page, dtype=dtype, seed=per), code_named("summary", dim)
+    code = code_named("summary", dim, "half", rotary)
+    codes, means = empty_codes(kv, code, per), empty_codes(kv, code, per)
+    named = blocks_held(kv, per)
+    seq, block = torch.tensor(named).unbind(1)
+    code_blocks(here(kv), codes, code, here(seq), here(block), per, means=means, impl=impl)
+    check(kv, codes, code, per, named)
+    still = code_named("summary", dim)
+    assert still.frequencies is not None
+    unturned = replace(still, frequencies=still.frequencies._replace(inv_freq=here(torch.zeros(dim // 2).double())))
+    check(replace(kv, k=kv.v), means, unturned, per, named)
+    rows = Rows(torch.zeros(len(seq), 2, dim, dtype=dtype), seq, (block + 1) * per - 1)
+    again = empty_codes(kv, code, per), empty_codes(kv, code, per)
+    code_completed(here(rows), here(kv), again[0], code, per, means=again[1], impl=impl)
+    for got, want in zip(again, (codes, means), strict=True):
+        assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0))
+
+
+@impls
 @pytest.mark.parametrize("kind", ["summary", "hash"])
 @pytest.mark.parametrize(("layout", "rotary"), [("half", 8), ("interleaved", 16), ("interleaved", 8)])
 def test_layouts_of_rotation(impl: str, kind: Any, layout: Any, rotary: int) -> None:
@@ -153,6 +178,7 @@ def wrong_calls() -> list[tuple[dict[str, Any], type[Exception], str]]:
         ),
         (good | {"codes": codes.half()}, InvalidInput, "codes: expected torch.float32 .* got float16"),
         (good | {"codes": torch.zeros(7, 2, 2, 32)[..., ::2]}, InvalidInput, "codes: expected a contiguous last dim"),
+        (good | {"means": codes}, InvalidInput, "means: written beside codes by summary, not 'bounds'"),
         (good | {"seq": ints.float()}, InvalidInput, r"seq: expected int \[n\] on cpu, got float32"),
         (good | {"block": ints[:1]}, InvalidInput, r"block: expected \[2\] like seq, got int64\[1\]"),
         (good | {"seq": ints + 2}, InvalidInput, r"seq: expected in \[0, B=2\), got 2 to 2"),

@@ -45,7 +45,6 @@ class BlockStep:
         )
         even = torch.arange(0, inputs.shape.dim, 2, dtype=torch.float64, device=inputs.device)
         self.code = BlockCode("summary", RotaryFrequencies(500000.0 ** (-even / inputs.shape.dim), "half"))
-        self.still = BlockCode("summary", RotaryFrequencies(torch.zeros_like(even), "half"))  # mean values, unrotated
         self.weights = torch.tensor(WEIGHTS, device=inputs.device).expand(inputs.shape.batch, 3)
         self._views = [self._view(copy) for copy in range(inputs.copies)]
         self._blocks = [self._summaries(view) for view in self._views]
@@ -74,13 +73,11 @@ class BlockStep:
         kv, blocks, config = self._views[copy], self._blocks[copy], self.config
         rows, impl = replace(self.inputs.rows(copy, 1), runs=None), impl or self.impl
         reach = Reach.of(rows.pos.long(), None, config)
-        values = replace(kv, k=kv.v)
-        assert blocks.summaries is not None
 
         def run() -> Tensor:
             assert blocks.summaries is not None
-            code_completed(rows, kv, blocks.summaries.k, code=self.code, per=config.block)
-            code_completed(rows, values, blocks.summaries.v, code=self.still, per=config.block)
+            means = blocks.summaries
+            code_completed(rows, kv, means.k, self.code, config.block, means=means.v)
             recalled = choose(rows, rows.pos, kv.heads, blocks, reach, self.code, config, self.inputs.scale, impl=impl)
             return block_attention(
                 rows, kv, reach, blocks, recalled, self.weights, config, self.inputs.scale, impl=impl
@@ -90,14 +87,15 @@ class BlockStep:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of all sequences: keys and values of window and recalled blocks, those of the own block, and summaries,
-        whose keys are read twice."""
+        """Bytes of all sequences: keys and values of window and recalled blocks, those of the own block, and summaries.
+
+        Mean keys are read once, as one pass over the summaries chooses blocks and attends to summaries."""
         shape, config = self.inputs.shape, self.config
         vector = shape.dim * WIDTHS[shape.dtype] * shape.batch * shape.kv_heads
         last = shape.context - 1
         first = max(0, (last // config.block) * config.block - config.window)
         keys = last + 1 - first + min(config.blocks, first // config.block) * config.block
-        return vector * (2 * (keys + last % config.block + 1) + 3 * (first // config.block))
+        return vector * (2 * (keys + last % config.block + 1 + first // config.block))
 
     def check(self) -> float:
         """The largest relative error of the step against the reference in fp32, given its choice of blocks."""

@@ -2,5 +2,14 @@
 
 from longreach.ops.mix.api import IMPLEMENTATIONS, KeySet, mix
 from longreach.ops.mix.attended import attend_mixed
+from longreach.ops.mix.blocks import ATTEND_BLOCKS, BLOCK_IMPLEMENTATIONS, attend_blocks
 
-__all__ = ["IMPLEMENTATIONS", "KeySet", "attend_mixed", "mix"]
+__all__ = [
+    "ATTEND_BLOCKS",
+    "BLOCK_IMPLEMENTATIONS",
+    "IMPLEMENTATIONS",
+    "KeySet",
+    "attend_blocks",
+    "attend_mixed",
+    "mix",
+]

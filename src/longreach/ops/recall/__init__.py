@@ -13,18 +13,29 @@ from longreach.ops.recall.api import (
     code_view,
     recall,
 )
+from longreach.ops.recall.attending import (
+    ATTEND_SUMMARIES,
+    ATTENDING,
+    RECALL_AND_ATTEND,
+    attend_summaries,
+    recall_and_attend,
+)
 from longreach.ops.recall.codes import KINDS, BlockCode, Kind, Pool, check_bits, code_width, planes_of, signs
 
 __all__ = [
+    "ATTENDING",
+    "ATTEND_SUMMARIES",
     "CODE_COMPLETED",
     "CODE_ROWS",
     "CODING",
     "IMPLEMENTATIONS",
     "KINDS",
     "RECALL",
+    "RECALL_AND_ATTEND",
     "BlockCode",
     "Kind",
     "Pool",
+    "attend_summaries",
     "check_bits",
     "code_blocks",
     "code_completed",
@@ -34,5 +45,6 @@ __all__ = [
     "code_width",
     "planes_of",
     "recall",
+    "recall_and_attend",
     "signs",
 ]

@@ -62,6 +62,18 @@ def recall(
     Raises InvalidInput for shapes, dtypes and devices that do not fit, and on a CPU for ranges that reach past a
     sequence's blocks, which are cut elsewhere; UnknownName for an unknown impl.
     """
+    check_ranges(rows, blocks, start, stop)
+    check_choice(count, scale)
+    require(pool in POOLS, lambda: f"pool: expected one of {', '.join(POOLS)}, got {pool!r}")
+    with torch.no_grad():
+        found: tuple[Tensor, Tensor] = IMPLEMENTATIONS.get(impl, rows.q.device, rows, blocks.k)(
+            rows, blocks, start, stop, count=count, scale=scale, pool=pool
+        )
+    return found
+
+
+def check_ranges(rows: Rows, blocks: KVView, start: Tensor | None, stop: Tensor) -> None:
+    """Raise InvalidInput unless start and stop name blocks for each row."""
     require(isinstance(blocks, KVView), lambda: f"blocks: expected a KVView, got {describe(blocks)}")
     check_memory(rows, blocks)
     require(blocks.slot_pos is None, "blocks: expected blocks in order, and this view has positions (slot_pos)")
@@ -70,11 +82,6 @@ def recall(
         ok = ok or (name == "start" and x is None)
         wanted = f"int [R={rows.pos.shape[0]}] on {rows.pos.device}"
         require(ok, lambda: f"{name}: expected {wanted}, got {describe(x)}")
-    ok = isinstance(count, int) and not isinstance(count, bool) and 1 <= count < MOST_BLOCKS
-    require(ok, lambda: f"count: expected a count of blocks >= 1, got {count!r}")
-    ok = isinstance(scale, (int, float)) and math.isfinite(scale)
-    require(ok, lambda: f"scale: expected a finite number, got {scale!r}")
-    require(pool in POOLS, lambda: f"pool: expected one of {', '.join(POOLS)}, got {pool!r}")
     require(blocks.capacity < MOST_BLOCKS, lambda: f"blocks: expected below {MOST_BLOCKS}, got {blocks.capacity}")
     if rows.pos.device.type == "cpu" and rows.pos.numel():  # elsewhere reading values would cost a sync
         if start is not None:
@@ -87,27 +94,32 @@ def recall(
                 f"{int(blocks.seq_lens[rows.seq.long()][over][0])}"
             ),
         )
-    with torch.no_grad():
-        found: tuple[Tensor, Tensor] = IMPLEMENTATIONS.get(impl, rows.q.device, rows, blocks.k)(
-            rows, blocks, start, stop, count=count, scale=scale, pool=pool
-        )
-    return found
+
+
+def check_choice(count: int, scale: float) -> None:
+    """Raise InvalidInput for a count or a scale that is none."""
+    ok = isinstance(count, int) and not isinstance(count, bool) and 1 <= count < MOST_BLOCKS
+    require(ok, lambda: f"count: expected a count of blocks >= 1, got {count!r}")
+    ok = isinstance(scale, (int, float)) and math.isfinite(scale)
+    require(ok, lambda: f"scale: expected a finite number, got {scale!r}")
 
 
 RECALL = Op(recall, IMPLEMENTATIONS, ("rows", "kv", "scale"))  # callers count its reads, the same in all layers
 
 
 def code_blocks(
-    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, impl: str = "auto"
-) -> None:
+    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, means: Tensor | None = None,
+    impl: str = "auto",
+) -> None:  # fmt: skip
     """Write the codes of the named blocks, in place. seq, block: int [n]. One kernel on a GPU.
 
     kv: the keys, after rotation; only k, seq_lens and block_table are used. codes: see above, with F = code.width(D)
     and the dtype of k, any strides whose last dimension is contiguous. Nothing is written for blocks that are not
     complete. Naming a block twice is safe. Nothing waits for a GPU (except in the reference).
+    means: where the blocks' mean values go as well, laid out like codes [P, G, units, D]; for codes by summary.
     Raises InvalidInput for shapes, dtypes and devices that do not fit, Unsupported for pages that `per` does not fit.
     """
-    _check_codes(kv, codes, code, per)
+    _check_codes(kv, codes, code, per, means)
     for name, x in (("seq", seq), ("block", block)):
         ok = isinstance(x, Tensor) and x.dtype in INTS and x.dim() == 1 and x.device == kv.k.device
         require(ok, lambda: f"{name}: expected int [n] on {kv.k.device}, got {describe(x)}")
@@ -118,21 +130,23 @@ def code_blocks(
             first >= 0 and last < kv.sequences, lambda: f"seq: expected in [0, B={kv.sequences}), got {first} to {last}"
         )
     with torch.no_grad():
-        CODING.get(impl, kv.k.device, kv.k)(kv, codes, code, seq, block, per, in_slots=False)
+        CODING.get(impl, kv.k.device, kv.k)(kv, codes, code, seq, block, per, in_slots=False, means=means)
 
 
 def code_completed(
-    rows: Rows, kv: KVView, codes: Tensor, code: BlockCode, per: int, *, slot: Tensor | None = None, impl: str = "auto"
-) -> None:
+    rows: Rows, kv: KVView, codes: Tensor, code: BlockCode, per: int, *, slot: Tensor | None = None,
+    means: Tensor | None = None, impl: str = "auto",
+) -> None:  # fmt: skip
     """Write the code of the block that a row's key is the last one of, in place; other rows write nothing.
 
     slot: int [R], each row's own slot; None: rows.pos. Else as `code_blocks`.
     """
     check_memory(rows, kv)
     slot = slots_of(rows, kv, slot)
-    _check_codes(kv, codes, code, per)
+    _check_codes(kv, codes, code, per, means)
     with torch.no_grad():
-        CODING.get(impl, kv.k.device, rows, kv.k)(kv, codes, code, rows.seq, slot, per, in_slots=True)
+        coded = CODING.get(impl, kv.k.device, rows, kv.k)
+        coded(kv, codes, code, rows.seq, slot, per, in_slots=True, means=means)
 
 
 CODE_COMPLETED = Op(code_completed, CODING)  # callers count its reads, the same in all layers
@@ -186,16 +200,24 @@ def check_pages(kv: KVView, per: int) -> None:
         )
 
 
-def _check_codes(kv: KVView, codes: Tensor, code: BlockCode, per: int) -> None:
+def _check_codes(kv: KVView, codes: Tensor, code: BlockCode, per: int, means: Tensor | None) -> None:
     require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
     require(isinstance(code, BlockCode), lambda: f"code: expected a BlockCode, got {describe(code)}")
     ok = isinstance(per, int) and not isinstance(per, bool) and per >= 1
     require(ok, lambda: f"per: expected a count of slots >= 1, got {per!r}")
     check_pages(kv, per)
-    pages, heads, page, dim = kv.k.shape
-    width, units = code.width(dim), -(-page // per)
-    ok = isinstance(codes, Tensor) and codes.dim() == 4 and codes.dtype == kv.k.dtype and codes.device == kv.k.device
-    ok = ok and (*codes.shape[:2], codes.shape[3]) == (pages, heads, width) and codes.shape[2] >= units
+    _check_units("codes", codes, kv, per, code.width(kv.k.shape[3]))
+    if means is not None:
+        require(code.kind == "summary", lambda: f"means: written beside codes by summary, not {code.kind!r}")
+        _check_units("means", means, kv, per, kv.v.shape[3])
+
+
+def _check_units(name: str, x: Tensor, kv: KVView, per: int, width: int) -> None:
+    """Raise InvalidInput unless x has a vector for each block of each page."""
+    pages, heads, page, _ = kv.k.shape
+    units = -(-page // per)
+    ok = isinstance(x, Tensor) and x.dim() == 4 and x.dtype == kv.k.dtype and x.device == kv.k.device
+    ok = ok and (*x.shape[:2], x.shape[3]) == (pages, heads, width) and x.shape[2] >= units
     wanted = f"{kv.k.dtype} [P={pages}, G={heads}, units >= {units}, F={width}] on {kv.k.device}"
-    require(ok, lambda: f"codes: expected {wanted}, got {describe(codes)}")
-    require(codes.stride(3) == 1, lambda: f"codes: expected a contiguous last dimension, got strides {codes.stride()}")
+    require(ok, lambda: f"{name}: expected {wanted}, got {describe(x)}")
+    require(x.stride(3) == 1, lambda: f"{name}: expected a contiguous last dimension, got strides {x.stride()}")

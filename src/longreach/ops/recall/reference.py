@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longreach.ops import reference_chunks as chunks
 from longreach.ops.recall.codes import BlockCode, Pool
-from longreach.ops.types import KVView, Rows, accumulator
+from longreach.ops.types import KVView, Partial, Pieces, Rows, accumulator
 
 AT_ONCE = 1 << 24  # numbers of keys that are gathered at a time
 
@@ -57,13 +57,40 @@ def _highest(scores: Tensor, allowed: Tensor, used: Tensor) -> Tensor:
     return over | (tied & (after <= left[..., None]))
 
 
+def attend_summaries(
+    rows: Rows, blocks: KVView, start: Tensor | None, stop: Tensor, *, count: int | None, scale: float
+) -> tuple[Pieces, Tensor | None, Tensor | None]:
+    """In one piece. count: of blocks to choose, None for no choice."""
+    index = used = None
+    if count is not None:
+        index, used = recall(rows, blocks, start, stop, count=count, scale=scale, pool="softmax")
+    held, wide = blocks.seq_lens[rows.seq.long()].long(), accumulator(rows.q.dtype)
+    first = torch.zeros_like(held) if start is None else start.long().clamp(min=0)
+    last = torch.minimum(stop.long(), held)
+    found = Partial.empty(*rows.q.shape, dtype=wide, device=held.device)
+    for some in chunks.steps(rows, blocks):
+        lowest, highest = int(first[some].min()), int(last[some].max())
+        if lowest >= highest:
+            continue
+        n = torch.arange(lowest, highest, device=held.device)
+        k, v = (chunks.read(x, blocks, rows.seq[some[0]], n, slice(None), wide) for x in (blocks.k, blocks.v))
+        allowed = (n >= first[some][:, None]) & (n < last[some][:, None])
+        x = chunks.logits(rows.q[some].to(wide), k, scale, None).masked_fill(~allowed, -torch.inf)  # [H, r, n]
+        lse = x.logsumexp(-1)
+        weight = torch.exp(x - lse[..., None]).masked_fill(~allowed, 0.0).unflatten(0, (blocks.heads, -1))
+        found.out[some] = torch.einsum("ghrn,gnd->rghd", weight, v).flatten(1, 2)
+        found.lse[some] = lse.transpose(0, 1)
+    return Pieces.of(found), index, used
+
+
 def code_rows(q: Tensor, pos: Tensor, code: BlockCode) -> Tensor:
     return code.of_rows(q, pos)
 
 
 def code_blocks(
-    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool
-) -> None:
+    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool,
+    means: Tensor | None,
+) -> None:  # fmt: skip
     """in_slots: `block` holds slots; each stands for the block that it is the last slot of, if it is."""
     seq, block = seq.long(), block.long()
     if in_slots:
@@ -77,3 +104,6 @@ def code_blocks(
         number = first // kv.page
         unit = block[part] - -(-number * kv.page // per)  # of the blocks that begin in its page
         codes[page[:, 0], :, unit] = code.of_blocks(k, first[:, None].expand(-1, kv.heads))
+        if means is not None:
+            v = kv.v[page, :, offset].transpose(1, 2)
+            means[page[:, 0], :, unit] = v.to(accumulator(v.dtype)).mean(2).to(v.dtype)

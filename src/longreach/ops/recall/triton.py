@@ -23,6 +23,7 @@ from longreach.ops.types import KVView, Rows
 INTERPRETED: bool = kernels.INTERPRETED.value
 AT_ONCE = 1 << 25  # logits held at a time
 MOST_COUNT = 512  # blocks that one program keeps in order
+FEW = 32  # rows x KV heads; behind more of them a kernel that starts early finds multiprocessors taken here and there
 MOST_FUSED = 32  # blocks that one program keeps for each row of a tile
 
 
@@ -37,7 +38,7 @@ class Tuning:
     blocks: int = 16 if INTERPRETED else 64
     fused: int = 16 if INTERPRETED else 32
     per_sm: int = 4
-    chunk: int = 64 if INTERPRETED else 4096
+    chunk: int = 64 if INTERPRETED else 8192
     warps: int = 4
     full: float = 1
     chained: bool = not INTERPRETED
@@ -69,7 +70,7 @@ def recall(
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
     per_tile = _rows_of_tile(rows, blocks, t)
     tiles = triton.cdiv(total, per_tile) * blocks.heads
-    memory, seq, stop = _memory(blocks), rows.seq.contiguous(), stop.contiguous()
+    memory, seq, stop = memory_of(blocks), rows.seq.contiguous(), stop.contiguous()
     start = None if start is None else start.contiguous()
     if per_tile > 1 and count <= MOST_FUSED and tiles * t.per_sm >= t.full * t.programs(q.device):
         with torch.cuda.device_of(q):
@@ -92,16 +93,27 @@ def _launch(
 ) -> None:  # fmt: skip
     rows, begin = q.shape[0], stop if start is None else start
     same, tiled = _same(q, start, blocks, summed, t), _tiled(q, blocks, per_tile, t.blocks)
-    wide = same["WIDE"]
     tiles = triton.cdiv(rows, per_tile) * blocks.heads
     shares = min(triton.cdiv(blocks.capacity, tiled["BN"]), max(1, triton.cdiv(t.programs(q.device), tiles)))
     kernels.score[(tiles, shares)](
         (q, *q.stride()[:2]), seq, begin, stop, memory, logits, rows, blocks.capacity, float(scale), **tiled, **same
     )
-    chunk = min(max(16, t.chunk // (1 if summed else wide)), triton.next_power_of_2(max(16, blocks.capacity)))
-    kernels.choose[(rows * blocks.heads,)](
-        logits, seq, begin, stop, memory[4], index, used, blocks.capacity, COUNT=count,
-        WIDTH=triton.next_power_of_2(count), BN=chunk, **same,
+    choose_by(logits, q, seq, start, stop, blocks, memory, index, used, summed, t)
+
+
+def choose_by(
+    logits: Tensor, q: Tensor, seq: Tensor, start: Tensor | None, stop: Tensor, blocks: KVView, memory: tuple,
+    index: Tensor, used: Tensor, summed: bool, t: Tuning,
+) -> None:  # fmt: skip
+    """Fill index and used by logits."""
+    same, count, items = _same(q, start, blocks, summed, t), index.shape[2], used.numel()
+    wide = 1 if summed else same["WIDE"]
+    chunk = min(max(16, t.chunk // wide), triton.next_power_of_2(max(16, blocks.capacity)))
+    warps = 1 if INTERPRETED else 8 if chunk * wide >= 4096 else 4
+    kernels.choose[(items,)](
+        logits, seq, stop if start is None else start, stop, memory[4], index, used, blocks.capacity, COUNT=count,
+        WIDTH=triton.next_power_of_2(count), BN=chunk, WHOLE=blocks.capacity <= chunk, EARLY=items < FEW,
+        **same | {"num_warps": warps},
     )  # fmt: skip
 
 
@@ -145,7 +157,7 @@ def _rows_of_tile(rows: Rows, blocks: KVView, t: Tuning) -> int:
     return max(1, t.tile // triton.next_power_of_2(blocks.group(rows))) if several else 1
 
 
-def _memory(blocks: KVView) -> tuple:
+def memory_of(blocks: KVView) -> tuple:
     table = blocks.seq_lens if blocks.block_table is None else blocks.block_table
     table = table if table.stride(-1) == 1 else table.contiguous()
     return (blocks.k, *blocks.k.stride()[:3], blocks.seq_lens.contiguous(), table, table.stride(0))

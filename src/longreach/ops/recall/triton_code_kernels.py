@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SUMMARY, BOUNDS, HASH = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -46,22 +46,98 @@ def _signs(
 
 
 @triton.jit
-def code(
-    seq_of, block_of, memory, turns, inv_freq, planes, IN_SLOTS: tl.constexpr, KIND: tl.constexpr, D: tl.constexpr,
-    D2: tl.constexpr, PAIRS: tl.constexpr, P2: tl.constexpr, REST2: tl.constexpr, INTERLEAVED: tl.constexpr,
-    BITS: tl.constexpr, BB: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr, PAGED: tl.constexpr,
-    PAGE: tl.constexpr, TABLED: tl.constexpr, CHAINED: tl.constexpr,
+def _code(
+    seq, head, block, memory, table, table_row, turns, inv_freq, planes, STILL: tl.constexpr, KIND: tl.constexpr,
+    D: tl.constexpr, D2: tl.constexpr, PAIRS: tl.constexpr, P2: tl.constexpr, REST2: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BITS: tl.constexpr, BB: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, TABLED: tl.constexpr,
 ):  # fmt: skip
-    """Program (block, KV head): its code, written where it belongs, if the block is complete.
+    """Write the code of a complete block. memory: (k, its page, head and slot stride; codes and theirs). STILL: the
+    mean is taken without rotation. Other letters as `code` has them."""
+    k, k_page, k_head, k_slot, codes, c_page, c_head, c_unit = memory
+    n = tl.arange(0, BN)
+    number = block * PER // PAGE if PAGED else 0
+    page = seq
+    if TABLED:
+        page = tl.load(table + seq * table_row + number).to(tl.int64)
+    unit = (block - (number * PAGE + PER - 1) // PER if PAGED else block).to(tl.int64)
+    to = codes + page * c_page + head * c_head + unit * c_unit
+    i = tl.arange(0, P2)
+    d = tl.arange(0, D2)
+    r = tl.arange(0, REST2)
+    first, second = _pair(i, PAIRS, INTERLEAVED)
+    a, b = tl.zeros((P2,), tl.float32), tl.zeros((P2,), tl.float32)
+    rest = tl.zeros((REST2,), tl.float32)
+    high = tl.full((D2,), float("-inf"), tl.float32)
+    low = tl.full((D2,), float("inf"), tl.float32)
+    for start in range(0, PER, BN):
+        j = start + n
+        there = j < PER
+        slot = block * PER + j
+        if PAGED:
+            pages = tl.load(table + seq * table_row + slot // PAGE, mask=there, other=0).to(tl.int64)
+            keys = k + head * k_head + pages * k_page + (slot % PAGE).to(tl.int64) * k_slot
+        else:
+            keys = k + head * k_head + page * k_page + slot.to(tl.int64) * k_slot
+        if KIND == BOUNDS:
+            inside = there[:, None] & (d < D)[None, :]
+            x = tl.load(keys[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            high = tl.maximum(high, tl.max(tl.where(there[:, None], x, float("-inf")), 0))
+            low = tl.minimum(low, tl.min(tl.where(there[:, None], x, float("inf")), 0))
+        else:
+            inside = there[:, None] & (i < PAIRS)[None, :]
+            x = tl.load(keys[:, None] + first[None, :], mask=inside, other=0.0).to(tl.float32)
+            y = tl.load(keys[:, None] + second[None, :], mask=inside, other=0.0).to(tl.float32)
+            if STILL:
+                a += tl.sum(x, 0)
+                b += tl.sum(y, 0)
+            else:
+                from_turns = j[:, None] * PAIRS + i[None, :]
+                c = tl.load(turns[0] + from_turns, mask=inside, other=0.0)
+                s = tl.load(turns[1] + from_turns, mask=inside, other=0.0)
+                a += tl.sum(x * c - y * s, 0)
+                b += tl.sum(y * c + x * s, 0)
+            if 2 * PAIRS < D:
+                inside = there[:, None] & (2 * PAIRS + r < D)[None, :]
+                z = tl.load(keys[:, None] + (2 * PAIRS + r)[None, :], mask=inside, other=0.0).to(tl.float32)
+                rest += tl.sum(z, 0)
+    if KIND == BOUNDS:
+        tl.store(to + d, high.to(codes.dtype.element_ty), mask=d < D)
+        tl.store(to + D + d, low.to(codes.dtype.element_ty), mask=d < D)
+    else:
+        a, b, rest = a / PER, b / PER, rest / PER
+        if KIND == SUMMARY:
+            tl.store(to + first, a.to(codes.dtype.element_ty), mask=i < PAIRS)
+            tl.store(to + second, b.to(codes.dtype.element_ty), mask=i < PAIRS)
+            if 2 * PAIRS < D:
+                tl.store(to + 2 * PAIRS + r, rest.to(codes.dtype.element_ty), mask=2 * PAIRS + r < D)
+        else:
+            middle = (block.to(tl.int64) * PER).to(tl.float64) + (PER - 1) * 0.5
+            _signs(a.to(tl.float64), b.to(tl.float64), rest.to(tl.float64), middle, inv_freq, planes, to, PAIRS, P2,
+                   INTERLEAVED, D, REST2, BITS, BB)  # fmt: skip
+
+
+@triton.jit
+def code(
+    seq_of, block_of, memory, values, held, turns, inv_freq, planes, IN_SLOTS: tl.constexpr, MEANS: tl.constexpr,
+    KIND: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, PAIRS: tl.constexpr, P2: tl.constexpr, REST2: tl.constexpr,
+    INTERLEAVED: tl.constexpr, BITS: tl.constexpr, BB: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr,
+    PAGED: tl.constexpr, PAGE: tl.constexpr, TABLED: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
+):  # fmt: skip
+    """Program (block, KV head, 0 or 1): its code, written where it belongs, if the block is complete; 1: with MEANS
+    the mean of its values.
 
     IN_SLOTS: block_of holds slots, which stand for the blocks that they are the last slots of. memory: (k, its page,
-    head and slot stride; codes, their page, head and unit stride; filled, block table, its row stride). turns: (cos,
-    sin) fp32 [PER, PAIRS], by which keys are rotated to the middle of their block. PAIRS: of rotated channels; REST2:
-    the power of two from the number of other channels on. planes: [D, BITS].
+    head and slot stride; codes, their page, head and unit stride); values: the same of values and their means. held:
+    (filled, block table, its row stride). turns: (cos, sin) fp32 [PER, PAIRS], by which keys are rotated to the middle
+    of their block. PAIRS: of rotated channels; REST2: the power of two from the number of other channels on. planes:
+    [D, BITS]. EARLY: the next kernel may start at once.
     """
     if CHAINED:
         gdc_wait()
-    k, k_page, k_head, k_slot, codes, c_page, c_head, c_unit, filled, table, table_row = memory
+        if EARLY:
+            gdc_launch_dependents()
+    filled, table, table_row = held
     at = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     seq = tl.load(seq_of + at).to(tl.int64)
@@ -70,62 +146,16 @@ def code(
         block = tl.where(block % PER == PER - 1, block // PER, -1)
     length = tl.load(filled + seq).to(tl.int32)
     if (block >= 0) & (block < length // PER):
-        n = tl.arange(0, BN)
-        number = block * PER // PAGE if PAGED else 0
-        page = seq
-        if TABLED:
-            page = tl.load(table + seq * table_row + number).to(tl.int64)
-        unit = (block - (number * PAGE + PER - 1) // PER if PAGED else block).to(tl.int64)
-        to = codes + page * c_page + head * c_head + unit * c_unit
-        i = tl.arange(0, P2)
-        d = tl.arange(0, D2)
-        r = tl.arange(0, REST2)
-        first, second = _pair(i, PAIRS, INTERLEAVED)
-        a, b = tl.zeros((P2,), tl.float32), tl.zeros((P2,), tl.float32)
-        rest = tl.zeros((REST2,), tl.float32)
-        high = tl.full((D2,), float("-inf"), tl.float32)
-        low = tl.full((D2,), float("inf"), tl.float32)
-        for start in range(0, PER, BN):
-            j = start + n
-            there = j < PER
-            slot = block * PER + j
-            if PAGED:
-                pages = tl.load(table + seq * table_row + slot // PAGE, mask=there, other=0).to(tl.int64)
-                keys = k + head * k_head + pages * k_page + (slot % PAGE).to(tl.int64) * k_slot
+        if MEANS:
+            if tl.program_id(2) == 0:
+                _code(seq, head, block, memory, table, table_row, turns, inv_freq, planes, False, KIND, D, D2, PAIRS,
+                      P2, REST2, INTERLEAVED, BITS, BB, PER, BN, PAGED, PAGE, TABLED)  # fmt: skip
             else:
-                keys = k + head * k_head + page * k_page + slot.to(tl.int64) * k_slot
-            if KIND == BOUNDS:
-                inside = there[:, None] & (d < D)[None, :]
-                x = tl.load(keys[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-                high = tl.maximum(high, tl.max(tl.where(there[:, None], x, float("-inf")), 0))
-                low = tl.minimum(low, tl.min(tl.where(there[:, None], x, float("inf")), 0))
-            else:
-                inside = there[:, None] & (i < PAIRS)[None, :]
-                from_turns = j[:, None] * PAIRS + i[None, :]
-                c = tl.load(turns[0] + from_turns, mask=inside, other=0.0)
-                s = tl.load(turns[1] + from_turns, mask=inside, other=0.0)
-                x = tl.load(keys[:, None] + first[None, :], mask=inside, other=0.0).to(tl.float32)
-                y = tl.load(keys[:, None] + second[None, :], mask=inside, other=0.0).to(tl.float32)
-                a += tl.sum(x * c - y * s, 0)
-                b += tl.sum(y * c + x * s, 0)
-                if 2 * PAIRS < D:
-                    inside = there[:, None] & (2 * PAIRS + r < D)[None, :]
-                    z = tl.load(keys[:, None] + (2 * PAIRS + r)[None, :], mask=inside, other=0.0).to(tl.float32)
-                    rest += tl.sum(z, 0)
-        if KIND == BOUNDS:
-            tl.store(to + d, high.to(codes.dtype.element_ty), mask=d < D)
-            tl.store(to + D + d, low.to(codes.dtype.element_ty), mask=d < D)
+                _code(seq, head, block, values, table, table_row, turns, inv_freq, planes, True, KIND, D, D2, PAIRS,
+                      P2, REST2, INTERLEAVED, BITS, BB, PER, BN, PAGED, PAGE, TABLED)  # fmt: skip
         else:
-            a, b, rest = a / PER, b / PER, rest / PER
-            if KIND == SUMMARY:
-                tl.store(to + first, a.to(codes.dtype.element_ty), mask=i < PAIRS)
-                tl.store(to + second, b.to(codes.dtype.element_ty), mask=i < PAIRS)
-                if 2 * PAIRS < D:
-                    tl.store(to + 2 * PAIRS + r, rest.to(codes.dtype.element_ty), mask=2 * PAIRS + r < D)
-            else:
-                middle = (block.to(tl.int64) * PER).to(tl.float64) + (PER - 1) * 0.5
-                _signs(a.to(tl.float64), b.to(tl.float64), rest.to(tl.float64), middle, inv_freq, planes, to, PAIRS, P2,
-                       INTERLEAVED, D, REST2, BITS, BB)  # fmt: skip
+            _code(seq, head, block, memory, table, table_row, turns, inv_freq, planes, False, KIND, D, D2, PAIRS, P2,
+                  REST2, INTERLEAVED, BITS, BB, PER, BN, PAGED, PAGE, TABLED)  # fmt: skip
 
 
 @triton.jit

@@ -10,17 +10,19 @@ from torch import Tensor
 
 from longreach.ops.recall import triton_code_kernels as kernels
 from longreach.ops.recall.codes import KINDS, BlockCode
+from longreach.ops.recall.triton import FEW as FEW_ITEMS
 from longreach.ops.recall.triton import INTERPRETED, refuse
 from longreach.ops.types import KVView
 
 CHAINED = not INTERPRETED
-SLOTS = 16  # keys of a block that are read at a time
+READ = 4096  # numbers of a block, or of half its channels where they turn in pairs, that are read at a time
 FEW = 4096  # queries that are coded by a program each; matrix products are faster for more
 
 
 def code_blocks(
-    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool
-) -> None:
+    kv: KVView, codes: Tensor, code: BlockCode, seq: Tensor, block: Tensor, per: int, *, in_slots: bool,
+    means: Tensor | None,
+) -> None:  # fmt: skip
     """in_slots: `block` holds slots; each stands for the block that it is the last slot of, if it is."""
     refuse(kv.k)
     turns, inv_freq, planes = _known(code, kv.k, per)  # made by the first call, which no graph captures
@@ -29,12 +31,17 @@ def code_blocks(
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     table = kv.seq_lens if kv.block_table is None else kv.block_table
     table = table if table.stride(-1) == 1 else table.contiguous()
-    memory = (kv.k, *kv.k.stride()[:3], codes, *codes.stride()[:3], kv.seq_lens.contiguous(), table, table.stride(0))
+    memory = kv.k, *kv.k.stride()[:3], codes, *codes.stride()[:3]
+    values = memory if means is None else (kv.v, *kv.v.stride()[:3], means, *means.stride()[:3])
+    shape = _shape(code, kv.k.shape[3])
+    wide = shape["D2"] if code.kind == "bounds" else max(shape["P2"], shape["REST2"])
+    held = kv.seq_lens.contiguous(), table, table.stride(0)
     with torch.cuda.device_of(kv.k):
-        kernels.code[(seq.shape[0], kv.heads)](
-            seq.contiguous(), block.contiguous(), memory, turns, inv_freq, planes, IN_SLOTS=in_slots,
-            PER=per, BN=min(SLOTS, triton.next_power_of_2(per)), PAGED=paged, PAGE=kv.page if paged else 1,
-            TABLED=kv.block_table is not None, **_shape(code, kv.k.shape[3]), num_warps=4,
+        kernels.code[(seq.shape[0], kv.heads, 1 if means is None else 2)](
+            seq.contiguous(), block.contiguous(), memory, values, held, turns, inv_freq, planes, IN_SLOTS=in_slots,
+            MEANS=means is not None, EARLY=seq.shape[0] * kv.heads < FEW_ITEMS,
+            PER=per, BN=min(triton.next_power_of_2(per), max(16, READ // wide)), PAGED=paged,
+            PAGE=kv.page if paged else 1, TABLED=kv.block_table is not None, **shape, num_warps=4,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -15,7 +15,7 @@ FAR = tl.constexpr((1 << 31) - 1)  # past every block
 
 
 @triton.jit
-def _range(row, there, seq_of, start_of, stop_of, held, STARTS: tl.constexpr):
+def range_of(row, there, seq_of, start_of, stop_of, held, STARTS: tl.constexpr):
     """Sequence of rows, and the blocks [low, high) that they may choose."""
     seq = tl.load(seq_of + row, mask=there, other=0).to(tl.int32)
     high = tl.load(stop_of + row, mask=there, other=0).to(tl.int32)
@@ -73,7 +73,7 @@ def score(
     n = tl.arange(0, BN)
     row = tile * T + m // WIDE
     there = (m < T * WIDE) & (row < rows)
-    seq, low, high = _range(row, there, seq_of, start_of, stop_of, held, STARTS)
+    seq, low, high = range_of(row, there, seq_of, start_of, stop_of, held, STARTS)
     head = m % WIDE
     there = there & (head < GROUP)
     left = there & (low < high)
@@ -106,54 +106,80 @@ def score(
 
 
 @triton.jit
+def _logits(base, at, high, n, h, units, GROUP: tl.constexpr):
+    """Logits [WIDE, BN] of blocks at + n of the query heads, -inf for none."""
+    inside = (at + n < high)[None, :] & (h < GROUP)[:, None]
+    return tl.load(base + h[:, None].to(tl.int64) * units + (at + n)[None, :], mask=inside, other=float("-inf"))
+
+
+@triton.jit
+def _pooled(x, largest, total, h, GROUP: tl.constexpr):
+    """Sum over the query heads of their softmax: scores [BN] of logits [WIDE, BN]."""
+    p = tl.exp2((x - largest[:, None]) * LOG2E) / total[:, None]
+    return tl.sum(tl.where((h < GROUP)[:, None], p, 0.0), 0)
+
+
+@triton.jit
 def choose(
     logits, seq_of, start_of, stop_of, held, index, used, units, G: tl.constexpr, GROUP: tl.constexpr,
-    WIDE: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, STARTS: tl.constexpr,
-    SUM: tl.constexpr, CHAINED: tl.constexpr,
+    WIDE: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, BN: tl.constexpr, WHOLE: tl.constexpr,
+    STARTS: tl.constexpr, SUM: tl.constexpr, EARLY: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (row and KV head): the COUNT highest scores, by keys (score, block), so that later blocks win ties.
 
-    A list of the highest so far is kept; each chunk of BN blocks gives it blocks until none of them is higher than its
-    lowest. WIDTH: the power of two from COUNT on. Other letters as `score` has them.
+    WHOLE: no row has more than BN blocks, which are read once and give their highest one by one. Else a list of the
+    highest so far is kept; each chunk of BN blocks gives it blocks until none of them is higher than its lowest.
+    WIDTH: the power of two from COUNT on. EARLY: the next kernel may start at once. Other letters as `score` has them.
     """
     if CHAINED:
         gdc_wait()
+        if EARLY:
+            gdc_launch_dependents()
     stream = tl.program_id(0).to(tl.int64)
     row = stream // G
-    _, low, high = _range(row, row >= 0, seq_of, start_of, stop_of, held, STARTS)
+    _, low, high = range_of(row, row >= 0, seq_of, start_of, stop_of, held, STARTS)
     n = tl.arange(0, BN)
     h = tl.arange(0, WIDE)
     column = tl.arange(0, WIDTH)
-    base = logits + stream * (1 if SUM else GROUP) * units
-    largest = tl.full((WIDE,), float("-inf"), tl.float32)
-    total = tl.zeros((WIDE,), tl.float32)
-    if not SUM:
-        for at in range(low, high, BN):
-            there = (at + n < high)[None, :] & (h < GROUP)[:, None]
-            x = tl.load(base + h[:, None].to(tl.int64) * units + (at + n)[None, :], mask=there, other=float("-inf"))
-            new = tl.maximum(largest, tl.max(x, 1))
-            mean = tl.where(new == float("-inf"), 0.0, new)
-            total = total * tl.exp2((largest - mean) * LOG2E) + tl.sum(tl.exp2((x - mean[:, None]) * LOG2E), 1)
-            largest = new
-    keys = tl.where(column < COUNT, NONE + column.to(tl.int64), FULL)
-    least = tl.min(keys, 0)
-    for at in range(low, high, BN):
-        there = at + n < high
-        if SUM:
-            s = tl.load(base + at + n, mask=there, other=0.0)
-        else:
-            inside = there[None, :] & (h < GROUP)[:, None]
-            x = tl.load(base + h[:, None].to(tl.int64) * units + (at + n)[None, :], mask=inside, other=0.0)
-            p = tl.exp2((x - largest[:, None]) * LOG2E) / total[:, None]
-            s = tl.sum(tl.where(inside, p, 0.0), 0)
-        found = _keys(s, at + n, there)
-        best = tl.max(found, 0)
-        while best > least:
-            keys = tl.where(keys == least, best, keys)
-            found = tl.where(found == best, NONE, found)
-            least = tl.min(keys, 0)
-            best = tl.max(found, 0)
     number = tl.minimum(tl.maximum(high - low, 0), COUNT)
+    base = logits + stream * (1 if SUM else GROUP) * units
+    keys = tl.where(column < COUNT, NONE + column.to(tl.int64), FULL)
+    if WHOLE:
+        if SUM:
+            s = tl.load(base + low + n, mask=low + n < high, other=0.0)
+        else:
+            x = _logits(base, low, high, n, h, units, GROUP)
+            largest = tl.max(x, 1)
+            base_of = tl.where(largest == float("-inf"), 0.0, largest)
+            s = _pooled(x, largest, tl.sum(tl.exp2((x - base_of[:, None]) * LOG2E), 1), h, GROUP)
+        found = _keys(s, low + n, low + n < high)
+        for i in range(0, number):
+            best = tl.max(found, 0)
+            keys = tl.where(column == i, best, keys)
+            found = tl.where(found == best, NONE, found)
+    else:
+        largest = tl.full((WIDE,), float("-inf"), tl.float32)
+        total = tl.zeros((WIDE,), tl.float32)
+        if not SUM:
+            for at in range(low, high, BN):
+                x = _logits(base, at, high, n, h, units, GROUP)
+                new = tl.maximum(largest, tl.max(x, 1))
+                mean = tl.where(new == float("-inf"), 0.0, new)
+                total = total * tl.exp2((largest - mean) * LOG2E) + tl.sum(tl.exp2((x - mean[:, None]) * LOG2E), 1)
+                largest = new
+        least = tl.min(keys, 0)
+        for at in range(low, high, BN):
+            if SUM:
+                s = tl.load(base + at + n, mask=at + n < high, other=0.0)
+            else:
+                s = _pooled(_logits(base, at, high, n, h, units, GROUP), largest, total, h, GROUP)
+            found = _keys(s, at + n, at + n < high)
+            best = tl.max(found, 0)
+            while best > least:
+                keys = tl.where(keys == least, best, keys)
+                found = tl.where(found == best, NONE, found)
+                least = tl.min(keys, 0)
+                best = tl.max(found, 0)
     # keys of blocks that are not there are the lowest: after them in the order of blocks
     real = (column < COUNT) & (keys >= NONE + WIDTH)
     chosen = tl.sort(tl.where(real, (keys & 0x7FFFFFFF).to(tl.int32), FAR))
@@ -185,7 +211,7 @@ def score_and_choose(
     n = tl.arange(0, BN)
     row = tile * T + m // WIDE
     there = (m < T * WIDE) & (row < rows)
-    seq, low, high = _range(row, there, seq_of, start_of, stop_of, held, STARTS)
+    seq, low, high = range_of(row, there, seq_of, start_of, stop_of, held, STARTS)
     head = m % WIDE
     active = there & (head < GROUP) & (low < high)
     from_q = q[0] + row.to(tl.int64) * q[1] + (g * GROUP + head) * q[2]
@@ -193,7 +219,7 @@ def score_and_choose(
     r = tl.arange(0, R)
     row_r = tile * T + r
     there_r = (r < T) & (row_r < rows)
-    seq_r, low_r, high_r = _range(row_r, there_r, seq_of, start_of, stop_of, held, STARTS)
+    seq_r, low_r, high_r = range_of(row_r, there_r, seq_of, start_of, stop_of, held, STARTS)
     largest = tl.full((M,), float("-inf"), tl.float32)
     total = tl.zeros((M,), tl.float32)
     column = tl.arange(0, WIDTH)

@@ -16,7 +16,7 @@ from longreach.cache import SequenceState
 from longreach.methods.base import Outcome
 from longreach.methods.block_mka import ends_of
 from longreach.methods.call import LayerCall
-from longreach.mka.block import Blocks, Reach
+from longreach.mka.block import Blocks, Reach, few_rows, scored_with_attention
 from longreach.mka.config import MKAConfig
 from longreach.mka.full import combine
 from longreach.mka.index import IndexCode
@@ -75,11 +75,12 @@ class SessionLevels:
         config = self.config
         reach = call.once(("mka", "reach"), lambda: Reach.of(call.rows.pos.long(), None, config))
         blocks = self._blocks(call)
-        recalled = self._recall(call, blocks, reach) if 3 in config.tiers else None
         weights = self.levels.router(self.raw, reach.has_blocks, self.shard)
+        if self._few(call, weights):
+            return Outcome(self._of_few_rows(call, blocks, reach, weights))
+        recalled = self._recall(call, blocks, reach) if 3 in config.tiers else None
         if config.variant == "block_mka":
-            window = call.once(("mka", "window"), lambda: _from(reach.window))
-            sets, outcome = [call.attend(window)], None
+            sets, outcome = [call.attend(_window(call, reach))], None
             if 2 in config.tiers:
                 sets.append(self._summaries(call, blocks, reach))
         else:
@@ -95,6 +96,36 @@ class SessionLevels:
         else:
             partial = Partial(combine(sets, weights, "softmaxes"), sets[0].lse)
         return Outcome(partial) if outcome is None else outcome._replace(partial=partial)
+
+    def _few(self, call: LayerCall, weights: Tensor) -> bool:
+        """Whether kernels for few rows compute all levels: of Block-MKA, with plain logits."""
+        if self.config.variant != "block_mka" or call.softcap is not None or call.sink_logit is not None:
+            return False
+        return few_rows(call.rows, call.kv, call.impl, weights)
+
+    def _of_few_rows(self, call: LayerCall, blocks: Blocks, reach: Reach, weights: Tensor) -> Partial:
+        config, view, lists, means = self.config, blocks.summaries, None, None
+        if 3 in config.tiers:
+            code, chooses = self.code, config.recalls(self.number)
+            if chooses and code is not None and view is not None and scored_with_attention(call.rows, blocks, code):
+                count = min(config.blocks, view.capacity)
+                index, used, means = call.op("recall_and_attend", reach.start, reach.stop, count=count, kv=view)
+                lists = self._keep(call, index, used)
+            else:
+                lists = self._recall(call, blocks, reach)
+        if 2 in config.tiers and view is not None:
+            if means is None:
+                means = call.op("attend_summaries", reach.start, reach.stop, kv=view)
+            call.count_read(Read.of(view, _before_window(call, reach)), kv=view)
+        listed = None if lists is None else (lists.index, lists.count)
+        found: Partial = call.op(
+            "attend_blocks", reach.window, listed, means, weights, block=config.block,
+            window=config.window + config.block, levels=config.tiers,
+        )  # fmt: skip
+        call.count_read(Read.of(call.kv, _window(call, reach)))
+        if lists is not None:
+            call.count_read(Read.of(call.kv, lists))
+        return found
 
     def _blocks(self, call: LayerCall) -> Blocks:
         """Codes and summaries of the blocks so far: those of the cache, or computed from the keys of the pass."""
@@ -143,22 +174,26 @@ class SessionLevels:
             return found
         if blocks.codes is None:  # no sequence has a complete block
             none = torch.zeros(call.rows.q.shape[0], call.kv.heads, 1, dtype=torch.int32, device=call.rows.q.device)
-            lists = Lists(none, none[..., 0], block=config.block)
-        else:
-            code = self.code
-            assert code is not None
-            with torch.no_grad():
-                rows = Rows(call.rows.q.detach(), call.rows.seq, call.rows.pos, call.rows.runs)
-                if isinstance(code, BlockCode):
-                    q = call.op("code_rows", code, rows=rows)
-                else:
-                    q = code.of_rows(rows.q, rows.pos).to(rows.q.dtype)
-                count = min(config.blocks, blocks.codes.capacity)
-                given: dict[str, Any] = {"rows": replace(rows, q=q), "kv": blocks.codes}
-                index, used = call.op("recall", reach.start, reach.stop, count=count, pool=code.pool, **given)
-            x = blocks.codes.k
-            call.read_bytes(reach.stop * (x.shape[1] * x.shape[3] * x.element_size()))
-            lists = Lists(index, used, block=config.block, all_visible=True, complete=True)
+            lists = call.shared["mka", "recalled"] = Lists(none, none[..., 0], block=config.block)
+            return lists
+        code = self.code
+        assert code is not None
+        with torch.no_grad():
+            rows = Rows(call.rows.q.detach(), call.rows.seq, call.rows.pos, call.rows.runs)
+            if isinstance(code, BlockCode):
+                q = call.op("code_rows", code, rows=rows)
+            else:
+                q = code.of_rows(rows.q, rows.pos).to(rows.q.dtype)
+            count = min(config.blocks, blocks.codes.capacity)
+            given: dict[str, Any] = {"rows": replace(rows, q=q), "kv": blocks.codes}
+            index, used = call.op("recall", reach.start, reach.stop, count=count, pool=code.pool, **given)
+        x = blocks.codes.k
+        call.read_bytes(reach.stop * (x.shape[1] * x.shape[3] * x.element_size()))
+        return self._keep(call, index, used)
+
+    def _keep(self, call: LayerCall, index: Tensor, used: Tensor) -> Lists:
+        """The blocks that were chosen, for this layer and those that share them."""
+        lists = Lists(index, used, block=self.config.block, all_visible=True, complete=True)
         call.shared["mka", "recalled"] = lists
         return lists
 
@@ -166,10 +201,19 @@ class SessionLevels:
         if blocks.summaries is None:
             like = call.rows.q
             return Partial.empty(*like.shape, dtype=accumulator(like.dtype), device=like.device)
-        some = call.once(
-            ("mka", "summaries"), lambda: Spans((Span(absolute(reach.start[:, None]), absolute(reach.stop[:, None])),))
-        )
-        return call.attend(some, kv=blocks.summaries)
+        return call.attend(_before_window(call, reach), kv=blocks.summaries)
+
+
+def _window(call: LayerCall, reach: Reach) -> Spans:
+    """The keys of each row's window."""
+    return call.once(("mka", "window"), lambda: _from(reach.window))
+
+
+def _before_window(call: LayerCall, reach: Reach) -> Spans:
+    """The blocks before each row's window, as slots of the summaries."""
+    return call.once(
+        ("mka", "summaries"), lambda: Spans((Span(absolute(reach.start[:, None]), absolute(reach.stop[:, None])),))
+    )
 
 
 def _completed(call: LayerCall, block: int) -> Spans:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -33,12 +31,12 @@ class BlockState(PerTokenState):
         self._codes = dict[str, BlockCode | IndexCode]()
         if summaries:
             self._codes["keys"] = BlockCode("summary", frequencies)
-            still = frequencies._replace(inv_freq=torch.zeros_like(frequencies.inv_freq))
-            self._codes["values"] = BlockCode("summary", still)  # a mean without rotation
         self._by_keys = summaries and isinstance(code, BlockCode) and code.kind == "summary"
         if code is not None and not self._by_keys:
             self._codes["codes"] = code
         widths = {name: (one.width(dim), dtype) for name, one in self._codes.items()}
+        if summaries:
+            widths["values"] = dim, dtype
         super().__init__(kv, block, **widths)
 
     def update(self, kv: KVView, rows: Rows, ends: tuple[Tensor, Tensor] | None) -> None:
@@ -51,7 +49,7 @@ class BlockState(PerTokenState):
         seq, block = rows.seq.long(), rows.pos.long() // self.block
         for name, code in self._codes.items():
             if isinstance(code, BlockCode):
-                code_completed(rows, _memory(kv, name), self[name], code, self.block)
+                code_completed(rows, kv, self[name], code, self.block, means=self._means(name))
             else:
                 self._compute(kv, name, seq, block)
 
@@ -77,9 +75,13 @@ class BlockState(PerTokenState):
     def _write(self, kv: KVView, seq: Tensor, block: Tensor) -> None:
         for name, code in self._codes.items():
             if isinstance(code, BlockCode):
-                code_blocks(_memory(kv, name), self[name], code, seq, block, self.block)
+                code_blocks(kv, self[name], code, seq, block, self.block, means=self._means(name))
             else:
                 self._compute(kv, name, seq, block)
+
+    def _means(self, name: str) -> Tensor | None:
+        """Where mean values go, beside the mean keys."""
+        return self["values"] if name == "keys" else None
 
     @torch.no_grad()
     def _compute(self, kv: KVView, name: str, seq: Tensor, block: Tensor) -> None:
@@ -101,11 +103,6 @@ class BlockState(PerTokenState):
             to, unit = self.locate(kv, sequences, blocks)
             held = self[name]
             held[to, :, unit] = torch.where(complete[:, None, None], new.to(held.dtype), held[to, :, unit])
-
-
-def _memory(kv: KVView, name: str) -> KVView:
-    """The view whose keys a code is made of."""
-    return replace(kv, k=kv.v) if name == "values" else kv
 
 
 def places_of(kv: KVView, block: int) -> tuple[Tensor, Tensor | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -162,9 +162,9 @@ class _Layer:
         code = self.levels.code(p.frequencies, 0 if self.shard is None else self.shard.first) if own else None
         blocks = Blocks.of(self.kv, self.first, code, p.frequencies, config.block, summaries=summaries)
         if code is not None:
-            p.recalled[self.number] = choose(
-                self.rows, p.tokens.rotary_pos, self.heads, blocks, self.reach, code, config, self.scale
-            )
+            found = choose(self.rows, p.tokens.rotary_pos, self.heads, blocks, self.reach, code, config, self.scale)
+            p.recalled[self.number] = replace(found, summaries=None)  # other layers have other summaries
+            return blocks, found
         if 3 not in config.tiers:
             return blocks, None
         anchor = max(n for n in p.recalled if n <= self.number)  # not the last: layers are repeated for gradients
