@@ -30,7 +30,8 @@ HEALED_ONLY = "mha", "fastmka", "fastmka-3", *ROUTINGS, "mka", "mka-2", "mka-gat
 DRAWN = [(window, blocks) for window in (128, 512) for blocks in (2, 8)]
 CACHE = {"mha": 2.0, "gqa-2": 0.5, "mqa": 0.25, "mla": 0.5}  # over the original's cache, which has 4 KV heads
 NAMES = {"gqa": "dense", "mla": "MLA", "mka softmaxes": "`mka`", "mka gated": "`mka mode=gated`", "torch_sdpa": "torch"}
-LENGTHS, PARTS, KINDS = (4096, 16384), ("forward_", "backward_", ""), ("attention", "layer", "scan", "decode")
+LENGTHS, PARTS = (4096, 16384), ("forward_", "backward_", "")
+KINDS = "attention", "layer", "scan", "decode", "model"
 
 
 def percent(x: float) -> str:
@@ -166,7 +167,8 @@ def position_rows() -> Iterator[Row]:
 def cases(kind: str) -> dict[str, dict[str, Any]]:
     """Entries by name, by the end of the case's name ("32K", "128K-b8")."""
     found = record(f"mka-{kind}")["cases"].items()
-    assert all(case["device"]["name"].startswith("NVIDIA H100") for _, case in found)
+    device = "NVIDIA H200" if kind in ("decode", "model") else "NVIDIA H100"
+    assert all(case["device"]["name"].startswith(device) for _, case in found)
     return {x.split("-", 2)[2].replace("k", "K"): {e["name"]: e for e in case["entries"]} for x, case in found}
 
 
@@ -244,7 +246,8 @@ def test_sentences() -> None:
     attention, layer = cases("attention"), cases("layer")["4K"]
     kernels = [x["launched"]["kernels"] for x in (attention["4K"]["block_mka"], attention["8K"]["block_mka"],
                                                   layer["fastmka"], layer["gqa"])]  # fmt: skip
-    (one, dense), (eight, many) = ((x["block_mka"], x["torch SDPA cudnn"]) for x in cases("decode").values())
+    decode = [(x["block_mka"], x["torch SDPA cudnn"]) for x in cases("decode").values()]
+    one, model = decode[0][0], cases("model")["32K-b1"]
     again = (131071 // 64 * 64 - 512) // 64 * 8 * 128 * 2  # bytes of the keys of all summaries before the window
     rate = cases("scan")["128K"]["forward"]["tb_per_s"]
     for text in (
@@ -269,10 +272,12 @@ def test_sentences() -> None:
         f"level 2 has {sum(by_level('fastmka', 'weight')[1]) / 12:.1%} of the weight",
         "for {} and {} kernels".format(*kernels[:2]), "{} kernels instead of {}".format(*kernels[2:]),
         f"moves {rate:.2f} TB/s forward",
-        f"batch 1 takes {1e3 * ms(one):.1f} us and batch 8 {1e3 * ms(eight):.1f} us",
-        f"dense kernel {1e3 * ms(dense):.1f} and {1e3 * ms(many):.1f} us",
-        f"waits for {one['launched']['kernels']} kernels in turn, at {one['tb_per_s']:.2f} TB/s",
-        f"bring the bytes to {one['percent_of_dense'] * (1 - again / one['bytes_read']):.2f}%",
+        "batches of 1, 8 and 32 take {:.1f}, {:.1f} and {:.1f} us".format(*(1e3 * ms(mine) for mine, _ in decode)),
+        "dense kernel {:.1f}, {:.1f} and {:.1f} us".format(*(1e3 * ms(dense) for _, dense in decode)),
+        f"{one['launched']['kernels']} kernels in turn, at {one['tb_per_s']:.2f} TB/s",
+        f"{ms(model['fastmka']):.2f} ms with `fastmka`, {ms(model['gqa']):.2f} dense",
+        "for {} kernels instead of {}".format(*(model[x]["launched"]["kernels"] for x in ("fastmka", "gqa"))),
+        f"brings the bytes to {one['percent_of_dense'] * (1 - again / one['bytes_read']):.2f}%",
     ):  # fmt: skip
         assert text in " ".join(MKA.split()), text
     whole = f"{ms(attention['128K']['torch cuDNN']) / ms(attention['128K']['block_mka']):.1f} times as fast at 128K"

@@ -15,6 +15,8 @@ from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_p
 from longreach.bench.timing import Timing
 
 HOW = "CUDA events around forward and backward, launched from Python"
+AHEAD = f"{HOW} while the GPU still waits, as within a longer pass"
+WAIT = 20_000_000  # cycles of the GPU, some 10 ms: enough to launch a forward and a backward
 ON_CPU = "host clock, functional run only"
 
 
@@ -44,16 +46,19 @@ class Trained(NamedTuple):
 
 
 def measure_training(
-    trials: Mapping[str, Trial], device: torch.device, *, replays: int, warm_up: int = 2
+    trials: Mapping[str, Trial], device: torch.device, *, replays: int, warm_up: int = 2, ahead: bool = False
 ) -> dict[str, Trained]:
-    """Time trials in turns, another one first each time. An output's gradient is random, and the same each time."""
+    """Time trials in turns, another one first each time. An output's gradient is random, and the same each time.
+
+    ahead: the GPU waits until all is launched, so that times are the kernels' and not the host's.
+    """
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in trials}
     seeds = {name: torch.randn_like(trial.forward()) for name, trial in trials.items()}
     names = list(trials)
     for number in range(warm_up + replays):
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
-            took = _once(trials[name], seeds[name], device)
+            took = _once(trials[name], seeds[name], device, ahead)
             if number >= warm_up:
                 times[name].append(took)
     found = {}
@@ -61,14 +66,14 @@ def measure_training(
         peak = _peak(trial, seeds[name], device)
         seen = launched(partial(_step, trial, seeds[name]), device)
         parts = zip(*times[name], strict=True)
-        forward, backward = (Timing.of(part, 1, _how(device)) for part in parts)
-        both = Timing.of([a + b for a, b in times[name]], 1, _how(device), seen)
+        forward, backward = (Timing.of(part, 1, _how(device, ahead)) for part in parts)
+        both = Timing.of([a + b for a, b in times[name]], 1, _how(device, ahead), seen)
         found[name] = Trained(forward, backward, both, peak)
     return found
 
 
-def _how(device: torch.device) -> str:
-    return HOW if device.type == "cuda" else ON_CPU
+def _how(device: torch.device, ahead: bool) -> str:
+    return ON_CPU if device.type != "cuda" else AHEAD if ahead else HOW
 
 
 def _step(trial: Trial, seed: Tensor) -> None:
@@ -77,7 +82,7 @@ def _step(trial: Trial, seed: Tensor) -> None:
         x.grad = None
 
 
-def _once(trial: Trial, seed: Tensor, device: torch.device) -> tuple[float, float]:
+def _once(trial: Trial, seed: Tensor, device: torch.device, ahead: bool) -> tuple[float, float]:
     """Seconds of forward and backward."""
     if device.type != "cuda":
         clock = [time.perf_counter()]
@@ -88,6 +93,8 @@ def _once(trial: Trial, seed: Tensor, device: torch.device) -> tuple[float, floa
     else:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         torch.cuda.synchronize(device)
+        if ahead:
+            torch.cuda._sleep(WAIT)
         events[0].record()
         out = trial.forward()
         events[1].record()
