@@ -5,6 +5,7 @@ from longreach.cache.config import CacheConfig
 from longreach.cache.decode_buffers import DecodeBuffers
 from longreach.cache.kv import KVCache
 from longreach.cache.ring import RowRing
+from longreach.cache.select import selected
 from longreach.cache.state import SequenceState, StatelessOnTruncate
 from longreach.cache.tiers import HostAttend, MemoryUse
 from longreach.cache.token_state import PerTokenState
@@ -21,4 +22,5 @@ __all__ = [
     "RowRing",
     "SequenceState",
     "StatelessOnTruncate",
+    "selected",
 ]

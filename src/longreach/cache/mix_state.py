@@ -199,6 +199,15 @@ class MixState:
 
         return restore
 
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> MixState:
+        new = MixState(len(slots), self.turn.device, means=self.means, block=self.block, variant=self.variant)
+        with torch.inference_mode(False), torch.no_grad():
+            new.turn, new.count = self.turn[slots], self.count[slots]
+            for layer, held in self.layers.items():
+                each = (held.mean, held.weight, held.sums, held.last)
+                new.layers[layer] = LayerMeans(*(None if x is None else x[slots] for x in each))
+        return new
+
     @property
     def generation(self) -> int:
         return self._moves

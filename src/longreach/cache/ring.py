@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -91,6 +93,15 @@ class RowRing:
                     x.copy_(copy)
 
         return restore
+
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> RowRing:
+        ring, new = self.ring, copy.copy(self)
+        with torch.inference_mode(False), torch.no_grad():
+            names = ("query", "stamp", "depth", "credit", "arrivals")
+            new.ring = replace(ring, **{name: getattr(ring, name)[slots] for name in names})
+            each = (x.unflatten(0, (len(ring.stamp), -1))[slots].flatten(0, 1) for x in self.entries)
+            new.entries = Entries(*each)
+        return new
 
     def reset(self, slots: Tensor) -> None:
         self.ring.stamp[slots] = -1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from longreach.errors import Unsupported
 from longreach.ops.types import KVView
 
 
@@ -42,6 +43,13 @@ class SequenceState(Protocol):
 
     def snapshot(self) -> Callable[[], None]:
         """Copy everything that `truncate` cannot restore. Calling the result restores it, after truncation."""
+
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> SequenceState:
+        """The state of the sequences in `slots`, in this order and in memory of its own. A slot may come several times.
+
+        pages: of each layer that the state is of, int64 [n] on the cache's device: page p of the selected sequences'
+        memory is a copy of page pages[p]. Raises Unsupported for a state that cannot be copied.
+        """
 
     @property
     def generation(self) -> int:
@@ -81,6 +89,11 @@ class StatelessOnTruncate:
 
     def snapshot(self) -> Callable[[], None]:
         return _nothing
+
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> SequenceState:
+        if self.nbytes:
+            raise Unsupported(f"{type(self).__name__} cannot be copied for other sequences; read the prompt again")
+        return self
 
     @property
     def generation(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -93,6 +95,13 @@ class PerTokenState(StatelessOnTruncate, ABC):
         piece = max(1, AT_ONCE // (view.heads * view.k.shape[3]))
         for some, those in zip(seq.split(piece), unit.split(piece), strict=True):
             self.note(view, some, those * self.per)
+
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> PerTokenState:
+        """Pages that came after the last `ensure_capacity` hold nothing yet: any page stands in for them."""
+        (source,), new = pages, copy.copy(self)
+        with torch.inference_mode(False), torch.no_grad():
+            new._kept = {name: x[source.clamp(max=x.shape[0] - 1)] for name, x in self._kept.items()}
+        return new
 
     def _allocate(self, k: Tensor) -> dict[str, Tensor]:
         units = -(-k.shape[2] // self.per)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +28,13 @@ class RowsAndChanges(LastRows):
             self.change.copy_(change)
 
         return restore
+
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> LastRows:
+        new = super().select(slots, pages)
+        assert isinstance(new, RowsAndChanges)
+        with torch.inference_mode(False), torch.no_grad():
+            new.change = self.change[slots]
+        return new
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -155,6 +156,12 @@ class LastRows(StatelessOnTruncate):
             self.pos.copy_(pos)
 
         return restore
+
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> LastRows:
+        new = copy.copy(self)
+        with torch.inference_mode(False), torch.no_grad():
+            new.q, new.pos = self.q[slots], self.pos[slots]
+        return new
 
     @property
     def nbytes(self) -> int:

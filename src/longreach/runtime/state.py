@@ -225,6 +225,19 @@ class StateStore:
 
         return restore
 
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> StateStore:
+        """A store of the sequences in `slots`, in this order. Raises Unsupported, naming what cannot be copied."""
+        order = slots.tolist()
+        new = StateStore(len(order), shared_pages=self.shared_pages)
+        for place, state in self._states.items():
+            method, layer = place
+            new._states[place] = state and _selected(method.name, state, slots, pages[layer : layer + 1])
+        for name, state in self._model.items():  # layers of these keep all keys, so all have the same pages
+            new._model[name] = _selected("the model's state", state, slots, pages[:1])
+        new._observed = {method: [upto[s] for s in order] for method, upto in self._observed.items()}
+        new._windows = dict(self._windows)
+        return new
+
     @property
     def generation(self) -> int:
         return self._generation + sum(state.generation for state in self._all())
@@ -232,6 +245,13 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         return sum(state.nbytes for state in self._all())
+
+
+def _selected(name: str, state: SequenceState, slots: Tensor, pages: Sequence[Tensor]) -> SequenceState:
+    try:
+        return state.select(slots, pages)
+    except Unsupported as refusal:
+        raise Unsupported(f"{name}: {refusal}") from refusal
 
 
 def _check_blocks(method: PromptObserver, state: SequenceState | None, kv: KVView) -> None:

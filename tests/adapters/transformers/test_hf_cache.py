@@ -185,8 +185,6 @@ def test_inference_mode_may_come_and_go() -> None:
     ("what", "call"),
     [
         ("beam search", lambda cache: cache.reorder_cache(torch.tensor([0]))),
-        ("repeating", lambda cache: cache.batch_repeat_interleave(2)),
-        ("selecting", lambda cache: cache.batch_select_indices(torch.tensor([0]))),
         ("offloading", lambda cache: cache.layers[0].offload()),
         ("offloading", lambda cache: cache.layers[0].prefetch()),
     ],

@@ -16,11 +16,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.step import Step, current
-from longreach.cache import CacheConfig, HostAttend, KVCache
+from longreach.cache import CacheConfig, HostAttend, KVCache, selected
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
-from longreach.methods.base import AttentionMethod, PromptObserver
+from longreach.methods.base import AttentionMethod, PromptObserver, is_count
 from longreach.methods.call import Meter
 from longreach.methods.slots import Eviction, LastRows
+from longreach.ops.types import describe
 from longreach.runtime import Ledger, StateStore
 
 
@@ -72,10 +73,14 @@ class _Layer(CacheLayerMixin):
         self._refuse("beam search (it reorders the cache)")
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self._refuse("repeating the cache's batch")
+        if not is_count(repeats, 1):
+            raise InvalidInput(f"batch_repeat_interleave: expected a count >= 1, got {repeats!r}")
+        if self.index == 0:
+            self.cache.select([row for row in range(self.cache.batch) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self._refuse("selecting from the cache's batch")
+        if self.index == 0:
+            self.cache.select(rows_of(indices, self.cache.batch))
 
     def offload(self) -> None:
         self._refuse("cache offloading")
@@ -257,6 +262,50 @@ class LongreachCache(Cache):
         self.kv.truncate(range(self.batch), kept.sum(1).tolist())
         self.real, self.columns = [kept.shape[1] if bool(kept.all()) else kept], kept.shape[1]
 
+    def copy(self) -> LongreachCache:
+        """A cache of the same tokens, with the state of methods: for branches, which go on independently.
+
+        `copy.deepcopy` does the same. Its memory is its own. Not during a pass. Raises OutOfMemory, and Unsupported for
+        a state that cannot be copied.
+        """
+        with memory_errors():
+            kv = selected(self.kv, range(self.batch))
+        config, device = self.kv.config, self.kv.device
+        new = LongreachCache(len(self.layers), self.batch, config, device, self.owner, self._usual, self.resident)
+        new._hold(kv)
+        new.real, new.columns, new.invalid = list(self.real), self.columns, self.invalid
+        new.eviction, new.protected, new.windows = self.eviction, self.protected, self.windows
+        new._prompt_read, new.prompt_unplanned = self._prompt_read, self.prompt_unplanned
+        return new
+
+    def __copy__(self) -> LongreachCache:
+        return self.copy()  # a shallow one would follow the first one's passes in part
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LongreachCache:
+        return self.copy()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Hold these sequences of the batch from now on, in this order; a row may come several times.
+
+        transformers' `batch_select_indices` and `batch_repeat_interleave` do the same. Memory is allocated anew, then
+        the old one is released. Not during a pass. Raises InvalidInput, OutOfMemory, CapacityError, and Unsupported for
+        a state that cannot be copied; then nothing has changed.
+        """
+        with memory_errors():
+            kv = selected(self.kv, rows)
+        self._hold(kv)
+        self.batch = len(rows)
+        self.real = [part if isinstance(part, int) else part[list(rows)] for part in self.real]
+        if self.windows is not None:
+            self.windows = [self.windows[row] for row in rows]
+
+    def _hold(self, kv: KVCache) -> None:
+        """Use another memory; steps that were captured over the one before are no longer used."""
+        assert isinstance(kv.state, StateStore)
+        self.kv, self.states = kv, kv.state
+        self.decoders.clear()
+        self.attends.clear()
+
     @contextmanager
     def rollback(self, *methods: AttentionMethod) -> Iterator[None]:
         """Roll back all that is read or decoded within this block, with the state of methods.
@@ -322,3 +371,11 @@ class LongreachCache(Cache):
     def _invalidate(self, refusal: LongreachError) -> None:
         why = f"a pass over this cache failed and could not be rolled back ({refusal})"
         self.invalid = f"{why}; use session.new_cache()"
+
+
+def rows_of(indices: object, batch: int) -> list[int]:
+    """Row numbers of a batch, from an int tensor [n], or a sequence of ints. Raises InvalidInput."""
+    found = indices.tolist() if isinstance(indices, Tensor) and indices.dim() == 1 else indices
+    if not isinstance(found, (list, tuple)) or not found or not all(is_count(row, 0) and row < batch for row in found):
+        raise InvalidInput(f"batch_select_indices: expected row numbers [n] below {batch}, got {describe(indices)}")
+    return list(found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -28,6 +29,11 @@ class KascadeState(StatelessOnTruncate):
         """Quantise all keys again."""
         if self.copy is not None:
             self.copy.kept(layer, view)
+
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> KascadeState:
+        copy = None if self.copy is None else self.copy.select(slots, pages)
+        assert copy is None or isinstance(copy, QuantisedKeys)
+        return KascadeState(self.role, copy)
 
     @property
     def generation(self) -> int:

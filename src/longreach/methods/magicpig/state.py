@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -105,6 +109,25 @@ class LayerTables(StatelessOnTruncate):
         slots, lengths = slots.to(held.device).long(), lengths.to(held.device)
         held[slots] = torch.minimum(held[slots], self.schedule.stop(lengths, self.layer).to(held.dtype))
 
+    def select(self, slots: Tensor, pages: Sequence[Tensor]) -> LayerTables:
+        tables, new = self.tables, copy.copy(self)
+        assert tables.inverse_norms is not None
+        with torch.inference_mode(False), torch.no_grad():
+            new.centre = self.centre[slots]
+            new.tables = replace(
+                tables,
+                ids=_selected(tables.ids, slots),
+                offsets=_selected(tables.offsets, slots),
+                stop=tables.stop[slots],
+                inverse_norms=tables.inverse_norms[slots],
+            )
+        return new
+
     def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
         """Keys from there on are hashed again once the pass has written them."""
         self.truncate(slots, lengths)
+
+
+def _selected(x: Tensor, slots: Tensor) -> Tensor:
+    """x[slots]; as int16 in between, as torch does not index uint16 on every device."""
+    return x.view(torch.int16)[slots].view(x.dtype) if x.dtype == torch.uint16 else x[slots]
