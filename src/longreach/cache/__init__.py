@@ -4,6 +4,7 @@ from longreach.cache.append import Append, Placement
 from longreach.cache.config import CacheConfig
 from longreach.cache.decode_buffers import DecodeBuffers
 from longreach.cache.kv import KVCache
+from longreach.cache.restore import packed, restore
 from longreach.cache.ring import RowRing
 from longreach.cache.select import selected
 from longreach.cache.state import SequenceState, StatelessOnTruncate
@@ -22,5 +23,7 @@ __all__ = [
     "RowRing",
     "SequenceState",
     "StatelessOnTruncate",
+    "packed",
+    "restore",
     "selected",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakSet
@@ -207,6 +207,12 @@ class MixState:
                 each = (held.mean, held.weight, held.sums, held.last)
                 new.layers[layer] = LayerMeans(*(None if x is None else x[slots] for x in each))
         return new
+
+    def to_save(self) -> dict[str, Tensor]:
+        raise Unsupported(f"the running means of {self.variant} cannot be saved; read the prompt again instead")
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """See `to_save`."""
 
     @property
     def generation(self) -> int:

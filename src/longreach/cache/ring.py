@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend import Entries
 from longreach.ops.match import Ring
-from longreach.ops.types import KVView, Partial, accumulator, require
+from longreach.ops.types import KVView, Partial, accumulator, describe, require
 
 SPARE = 8  # rows past the window: up to this many tokens can be truncated without losing rows of the window
 
@@ -102,6 +102,20 @@ class RowRing:
             each = (x.unflatten(0, (len(ring.stamp), -1))[slots].flatten(0, 1) for x in self.entries)
             new.entries = Entries(*each)
         return new
+
+    def to_save(self) -> dict[str, Tensor]:
+        """All of it: earlier queries and results are not in the cache."""
+        ring = self.ring
+        held = {"query": ring.query, "stamp": ring.stamp, "depth": ring.depth, "credit": ring.credit}
+        return {**held, "out": self.entries.out, "lse": self.entries.lse}
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        for name, x in self.to_save().items():
+            got = saved[name]
+            same = got.shape == x.shape and got.dtype == x.dtype
+            require(same, f"ring: {name}: expected {describe(x)}, got {describe(got)}")
+            with torch.no_grad():
+                x.copy_(got)
 
     def reset(self, slots: Tensor) -> None:
         self.ring.stamp[slots] = -1

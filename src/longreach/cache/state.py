@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -51,6 +51,15 @@ class SequenceState(Protocol):
         memory is a copy of page pages[p]. Raises Unsupported for a state that cannot be copied.
         """
 
+    def to_save(self) -> dict[str, Tensor]:
+        """What a file must hold of the state; the rest is made again from the keys, by `kept` or at the next pass.
+
+        Raises Unsupported for a state that needs more.
+        """
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Fill a fresh state with what `to_save` returned. Raises InvalidInput for tensors of another shape."""
+
     @property
     def generation(self) -> int:
         """How often memory has moved: graphs captured at an earlier generation read freed memory."""
@@ -94,6 +103,14 @@ class StatelessOnTruncate:
         if self.nbytes:
             raise Unsupported(f"{type(self).__name__} cannot be copied for other sequences; read the prompt again")
         return self
+
+    def to_save(self) -> dict[str, Tensor]:
+        if self.nbytes:
+            raise Unsupported(f"{type(self).__name__} cannot be saved; read the prompt again instead")
+        return {}
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        pass
 
     @property
     def generation(self) -> int:

@@ -103,6 +103,10 @@ class PerTokenState(StatelessOnTruncate, ABC):
             new._kept = {name: x[source.clamp(max=x.shape[0] - 1)] for name, x in self._kept.items()}
         return new
 
+    def to_save(self) -> dict[str, Tensor]:
+        """Nothing: `kept` computes all units again."""
+        return {}
+
     def _allocate(self, k: Tensor) -> dict[str, Tensor]:
         units = -(-k.shape[2] // self.per)
         with torch.inference_mode(False):  # it outlives the mode this pass runs in

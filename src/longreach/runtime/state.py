@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ class StateStore:
         self._generation = 0  # of states that were dropped
         self._observed: dict[PromptObserver, list[int]] = {}
         self._windows: dict[int, int] = {}  # layer -> its sliding window
+        self._restored = False  # whether keys came from a file, of which new states are made
         self._model: dict[Hashable, SequenceState] = {}
 
     def get(self, method: PromptObserver, call: LayerCall) -> SequenceState | None:
@@ -53,7 +55,9 @@ class StateStore:
                 call.shared[key] = method, call.rows.pos  # an id is unique while its object lives
         place = (method, call.layer)
         if place not in self._states:
-            self._states[place] = self._new(method, call)
+            made = self._states[place] = self._new(method, call)
+            if self._restored and made is not None:
+                made.kept(call.layer, call.kv)
         waiting = self._states[place]
         if isinstance(waiting, AwaitsPlan) and waiting.ready:
             state = self._states[place] = self._new(method, call)
@@ -144,6 +148,18 @@ class StateStore:
                     f"switch to; without a session: Segment.observers, then mark_observed) before the prompt is read"
                 )
 
+    def observed(self, method: PromptObserver) -> list[int]:
+        """How many tokens of each sequence a method has observed."""
+        return list(self._observed.get(method, [0] * self.slots))
+
+    def note_restored(self, observed: Mapping[PromptObserver, Sequence[int]]) -> None:
+        """Keys were put into the cache without a pass, and these methods had observed so many tokens of each sequence.
+
+        States that are made from now on are made of the keys in the cache.
+        """
+        self._restored = True
+        self._observed |= {method: list(upto) for method, upto in observed.items()}
+
     def _check_call(self, method: PromptObserver, call: LayerCall) -> None:
         """Raise InvalidInput if the method has missed tokens before the first row of a sequence of the call."""
         rows, on_host, firsts = call.rows, call.slots.device.type == "cpu", list[tuple[int, int]]()
@@ -231,12 +247,32 @@ class StateStore:
         new = StateStore(len(order), shared_pages=self.shared_pages)
         for place, state in self._states.items():
             method, layer = place
-            new._states[place] = state and _selected(method.name, state, slots, pages[layer : layer + 1])
-        for name, state in self._model.items():  # layers of these keep all keys, so all have the same pages
-            new._model[name] = _selected("the model's state", state, slots, pages[:1])
+            with _named(method.name):
+                new._states[place] = None if state is None else state.select(slots, pages[layer : layer + 1])
+        for name, held in self._model.items():  # layers of these keep all keys, so all have the same pages
+            new._model[name] = held.select(slots, pages[:1])
         new._observed = {method: [upto[s] for s in order] for method, upto in self._observed.items()}
-        new._windows = dict(self._windows)
+        new._windows, new._restored = dict(self._windows), self._restored
         return new
+
+    def to_save(self) -> dict[str, Tensor]:
+        """Tensors by `saved_name`. Raises Unsupported, naming what cannot be saved."""
+        found = dict[str, Tensor]()
+        for (method, layer), state in self._states.items():
+            with _named(method.name):
+                held = {} if state is None else state.to_save()
+            found |= {saved_name(method, layer, name): x for name, x in held.items()}
+        for state in self._model.values():
+            found |= state.to_save()
+        return found
+
+    def restore(self, saved: Mapping[str, Tensor]) -> None:
+        """Fill the states that there are; others are ignored."""
+        for (method, layer), state in self._states.items():
+            start = saved_name(method, layer, "")
+            mine = {name.removeprefix(start): x for name, x in saved.items() if name.startswith(start)}
+            if state is not None and mine:
+                state.restore(mine)
 
     @property
     def generation(self) -> int:
@@ -247,9 +283,16 @@ class StateStore:
         return sum(state.nbytes for state in self._all())
 
 
-def _selected(name: str, state: SequenceState, slots: Tensor, pages: Sequence[Tensor]) -> SequenceState:
+def saved_name(method: PromptObserver, layer: int, name: str) -> str:
+    """What a tensor of a method's state is called in a file."""
+    return f"{method!r}/{layer}/{name}"
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Refusals within this block name the method."""
     try:
-        return state.select(slots, pages)
+        yield
     except Unsupported as refusal:
         raise Unsupported(f"{name}: {refusal}") from refusal
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -44,9 +43,9 @@ from longreach.adapters.transformers.options import refuse_options
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
-from longreach.adapters.transformers.step import ModelFacts, PassCache, Step, current, entered, plain_append
+from longreach.adapters.transformers.session_caches import SessionCaches
+from longreach.adapters.transformers.step import ModelFacts, Step, current, entered, plain_append
 from longreach.cache import CacheConfig, MemoryUse
-from longreach.cache.host import gib
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
@@ -56,7 +55,6 @@ from longreach.runtime import Ledger, Pass, Report, Segment
 from longreach.runtime.forward import LayerHook
 
 MARK = "_longreach_session"
-ROUND = 256  # tokens to which `static_cache` rounds a cache's size up, so that similar prompts share a captured step
 Loop = Literal["auto", "captured", "plain"]
 ATTENTION = "_attn_implementation_internal"  # the field of transformers' configurations that names their attention
 _ABSENT = object()
@@ -128,7 +126,7 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel, *methods: Att
     check_model(model, decoder, rotary=rotary, frequencies=frequencies)
 
 
-class Session:
+class Session(SessionCaches):
     """A model with methods attached, as `attach` returns it. `close`, or leaving `with`, restores the model."""
 
     def __init__(
@@ -253,11 +251,6 @@ class Session:
 
     # public methods
 
-    def check_open(self) -> None:
-        """Raise InvalidInput if the session was closed."""
-        if not self._undo:
-            raise InvalidInput("the session is closed; attach to the model again")
-
     def report(self, decode: str | AttentionMethod | None = None) -> Report:
         """Bytes read so far, per layer and phase, and the bytes that dense attention reads.
 
@@ -341,73 +334,6 @@ class Session:
         finally:
             self._phases = None
             self._generating.release()
-
-    def new_cache(self, batch: int = 1, config: CacheConfig | None = None) -> LongreachCache:
-        """An empty cache for `batch` sequences, to pass as `past_key_values`. config: default the session's."""
-        kept = config or self.cache_config
-        check_host(kept, self.evict)
-        check_host_attend(kept, self.model.device, self.impl)
-        resident = self.resident_layers() if kept.host else ()
-        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident)
-
-    def static_cache(self, batch: int, columns: int) -> LongreachCache:
-        """An empty cache that the session keeps for this batch, with room for the columns."""
-        kept, config = self.static_caches.get(batch), self.cache_config
-        room = config.capacity or -(-columns // ROUND) * ROUND
-        placed = kept is not None and (not config.host or kept.resident == self.resident_layers())
-        if kept is not None and placed and (kept.kv.config.capacity or 0) >= room:
-            kept.empty()
-            return kept
-        self.static_caches.pop(batch, None)
-        kept = None  # its memory goes before more is taken
-        fresh = self.new_cache(batch, replace(config, capacity=room))
-        self.static_caches[batch] = fresh
-        return fresh
-
-    def resident_layers(self) -> frozenset[int]:
-        """Layers that stay in GPU memory first, with `CacheConfig(host=True)`: those with a sliding window, and those
-        that a decode method of the session reads whole. Methods that read all layers whole name none."""
-        whole = (frozenset(method.whole_layers(self._shape, self.model.dtype)) for method in self._decodes)
-        return frozenset(self.facts.cache_windows).union(*(some for some in whole if len(some) < self._layers))
-
-    def note_memory(self, cache: PassCache, *, decoding: bool) -> None:
-        """Note where keys and values lie, for the report. Warns once if the decode method reads host layers whole."""
-        if not cache.kv.config.host:
-            return
-        use, before = cache.kv.memory_use, self._memory
-        if not decoding and before is not None:  # a prompt is read as ever: the report keeps the last step's choice
-            use = replace(use, attend=before.attend)
-        self._memory = use
-        if not decoding:
-            return
-        missing = self.decode.reads_whole_on_miss
-        whole = range(self._layers) if missing else self.decode.whole_layers(self._shape, self.model.dtype)
-        slow = set(whole).intersection(use.host_layers).difference(self.facts.cache_windows)
-        if slow and self.decode not in self._warned:
-            self._warned.add(self.decode)
-            warnings.warn(
-                f"{self.decode.name} reads {len(slow)} layers whole at each step"
-                f"{' in which it finds nothing to reuse' if missing else ''}, and their keys and values lie in host "
-                f"memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each new "
-                f"token. Raise CacheConfig(device_bytes=...) (--device-memory), or decode with a method that reads "
-                f"fewer keys",
-                stacklevel=2,
-            )
-
-    def note_calls(self, cache: LongreachCache) -> None:
-        """After an answer, note the memory that attention on the CPU took. Warns once if it was asked for in vain."""
-        kv = cache.kv
-        if self._memory is None or kv.attend.by != "cpu" or not kv.in_host:
-            return
-        self._memory = replace(self._memory, calls_bytes=kv.calls.nbytes)
-        idle = not self.ledger.computed_by("cpu", kv.in_host)
-        if idle and kv.config.host_attend == "cpu" and self.decode not in self._idle:
-            self._idle.add(self.decode)
-            warnings.warn(
-                f"host_attend='cpu' (--host-attend) has no effect: {self.decode.name} reads keys in host memory by ops "
-                f"that the CPU does not compute, so the GPU reads them over the link",
-                stacklevel=2,
-            )
 
     # the forward pass
 

@@ -5,6 +5,7 @@ transformers counts padded columns; the memory below holds real tokens only, so 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -94,6 +95,11 @@ class CacheOwner(Protocol):
 
     ledger: Ledger
 
+    def save_cache(
+        self, cache: LongreachCache, path: str | os.PathLike[str], tokens: Any = None, overwrite: bool = False
+    ) -> None:
+        """Write one of its caches to a file, see `LongreachCache.save`."""
+
 
 class LongreachCache(Cache):
     """The cache of one batch on an attached model. Pass it as `past_key_values` to continue it."""
@@ -120,6 +126,7 @@ class LongreachCache(Cache):
         self.windows: Sequence[int] | None = (
             None  # rows at the end of each prompt that vote; None: the method's own number
         )
+        self.saved_tokens: Tensor | None = None  # int64 [B, columns] of the file that it was loaded from
         self._prompt_read = False  # rows of a prompt came since keys were evicted last
         self.prompt_unplanned = False  # rows of a prompt came since plans were to be made of it last
 
@@ -262,6 +269,16 @@ class LongreachCache(Cache):
         self.kv.truncate(range(self.batch), kept.sum(1).tolist())
         self.real, self.columns = [kept.shape[1] if bool(kept.all()) else kept], kept.shape[1]
 
+    def save(self, path: str | os.PathLike[str], *, tokens: Any = None, overwrite: bool = False) -> None:
+        """Write keys, values and state to a file, whole or not at all, from which `Session.load_cache` goes on.
+
+        tokens: int64 [B, columns], to be saved too. overwrite: replace a file that is there.
+        Hashes the model's weights, once a session. Raises InvalidInput for a file that exists or cannot be written, an
+        empty cache and other tokens; Unsupported before the eviction of keys, under tensor parallelism, and for models
+        and states that cannot be saved. After an error no file is left.
+        """
+        self.owner.save_cache(self, path, tokens, overwrite)
+
     def copy(self) -> LongreachCache:
         """A cache of the same tokens, with the state of methods: for branches, which go on independently.
 
@@ -276,6 +293,7 @@ class LongreachCache(Cache):
         new.real, new.columns, new.invalid = list(self.real), self.columns, self.invalid
         new.eviction, new.protected, new.windows = self.eviction, self.protected, self.windows
         new._prompt_read, new.prompt_unplanned = self._prompt_read, self.prompt_unplanned
+        new.saved_tokens = self.saved_tokens
         return new
 
     def __copy__(self) -> LongreachCache:
@@ -298,6 +316,8 @@ class LongreachCache(Cache):
         self.real = [part if isinstance(part, int) else part[list(rows)] for part in self.real]
         if self.windows is not None:
             self.windows = [self.windows[row] for row in rows]
+        if self.saved_tokens is not None:
+            self.saved_tokens = self.saved_tokens[list(rows)]
 
     def _hold(self, kv: KVCache) -> None:
         """Use another memory; steps that were captured over the one before are no longer used."""

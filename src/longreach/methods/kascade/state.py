@@ -35,6 +35,10 @@ class KascadeState(StatelessOnTruncate):
         assert copy is None or isinstance(copy, QuantisedKeys)
         return KascadeState(self.role, copy)
 
+    def to_save(self) -> dict[str, Tensor]:
+        """Nothing: the role comes from the plan, and `kept` quantises all keys again."""
+        return {}
+
     @property
     def generation(self) -> int:
         """Changes when memory is replaced: a captured step reads the old memory."""

@@ -123,6 +123,10 @@ class LayerTables(StatelessOnTruncate):
             )
         return new
 
+    def to_save(self) -> dict[str, Tensor]:
+        """Nothing: `follow` hashes all keys again at the next pass."""
+        return {}
+
     def overwrite(self, slots: Tensor, lengths: Tensor) -> None:
         """Keys from there on are hashed again once the pass has written them."""
         self.truncate(slots, lengths)
