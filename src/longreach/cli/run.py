@@ -24,7 +24,8 @@ from longreach.cli.common import (
     tell_compiled,
     warn_unapplied,
 )
-from longreach.cli.show import duration, emit, percent, progress, show_memory, show_plans, waiting
+from longreach.cli.saved_cache import add_saved_cache, check_save_place, loaded_cache
+from longreach.cli.show import duration, emit, progress, show_memory, show_plans, show_shares, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ EXAMPLES = (
     "longreach run --model mini --document notes.txt --question 'What is the access code for the archive?'",
     "longreach run --model ./Llama-3.1-8B-Instruct --document report.txt --question 'Who wrote it?' \\",
     "    --question 'When?' --decode streaming_llm --set decode.window=0.3",
+    "longreach run --model mini --document notes.txt    (a chat about it)",
     "longreach run --model mini --documents a.txt b.txt --question 'Which of them names a code?' --fuse a3 \\",
     "    --evict snapkv --set evict.capacity=512 --store chunks",
     "longreach run --model ./Llama-3.1-8B-Instruct --document long.txt --question 'Who wrote it?' --host \\",
@@ -53,7 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument("--documents", nargs="+", metavar="FILE", help="UTF-8 texts, cut into chunks; a chunk's keys "
                       "and values are computed once, stored, and used at any place in a prompt")  # fmt: skip
     add_chunk_size(parser, default=None, more=f", with --host {HOST_PASS_TOKENS}")
-    parser.add_argument("--question", required=True, action="append", metavar="TEXT", help="may be given several times")
+    parser.add_argument("--question", action="append", default=[], metavar="TEXT", help="may be given several times; "
+                        "without one you chat about the --document: each line of the terminal, or of standard input, "
+                        "is a turn")  # fmt: skip
     parser.add_argument("--fuse", metavar="NAME", help="how the chunks of --documents are used (default a3)")
     parser.add_argument("--prefill", metavar="NAME", help="method for the prompt (default dense)")
     parser.add_argument("--evict", metavar="NAME", help="which keys stay once the prompt is read (default all)")
@@ -67,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "at most (default 512)")  # fmt: skip
     parser.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="longest answer, in tokens "
                         "(default 128)")  # fmt: skip
+    add_saved_cache(parser)
     add_host(parser)
     add_graph(parser)
     add_json(parser)
@@ -77,8 +82,14 @@ def run(args: argparse.Namespace) -> int:
     if args.documents:
         from longreach.cli.run_documents import run_documents
 
+        _refuse_with_documents(args)
         return run_documents(args, options)
     _refuse_without_documents(args, options)
+    if not args.question:
+        from longreach.cli.run_chat import run_chat
+
+        return run_chat(args, options)
+    check_save_place(args)
     cache = cache_config(args)
     document = read_document(args.document)
     check_questions(args.question)
@@ -96,7 +107,10 @@ def run(args: argparse.Namespace) -> int:
     left_out = unapplied(model, sampled=False, applied=("stop_strings",))
     warn_unapplied(left_out)
     with attach(model, prefill=prefill, decode=decode, cache=task.cache) as session:
-        reader = task.read(session, pass_tokens(args), progress, graph=args.graph)
+        loaded = loaded_cache(session, args.cache, task.document, task.cache)
+        reader = task.read(session, pass_tokens(args), progress, graph=args.graph, cache=loaded)
+        if args.save_cache is not None:
+            reader.cache.save(args.save_cache, tokens=[task.document])
         tell_compiled(task.cache, model.device, args.max_new_tokens)
         for number, question in enumerate(task.questions):
             if not args.json and len(task.questions) > 1:
@@ -117,6 +131,15 @@ def run(args: argparse.Namespace) -> int:
         return 0
     _summarise(task.answered, len(task.document), reader.read_seconds, report, (prefill.name, decode.name))
     return 0
+
+
+def _refuse_with_documents(args: argparse.Namespace) -> None:
+    """Raise InvalidInput for what belongs to --document."""
+    if not args.question:
+        raise InvalidInput("--documents: give --question; without one, you chat about a single --document FILE")
+    given = [name for name, value in (("--save-cache", args.save_cache), ("--cache", args.cache)) if value is not None]
+    if given:
+        raise InvalidInput(f"{', '.join(given)}: is for --document; keys of --documents are kept with --store DIR")
 
 
 def _refuse_without_documents(args: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -146,14 +169,13 @@ def _summarise(
 
     rates = [(a.seconds_per_token, a.tokens) for a in answers if a.seconds_per_token is not None]
     rate = sum(s * n for s, n in rates) / sum(n for _, n in rates) if rates else None
-    shares = [f"{percent(report.fraction(phase))} in {phase} ({method})"
-              for phase, method in zip(PHASES, methods, strict=True) if report.fraction(phase) is not None]  # fmt: skip
+    shares = show_shares(report, dict(zip(PHASES, methods, strict=True)))
     setup = sum(a.setup_seconds for a in answers)
     ready = f" Compiling and capturing the decode step took {duration(setup)}, once." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""
     errors = Console(stderr=True, highlight=False, markup=False)
     errors.print(
-        f"\nRead {' and '.join(shares)} of the bytes that dense attention reads. Document: {tokens} tokens in "
+        f"\n{shares}Document: {tokens} tokens in "
         f"{duration(seconds)}. First token after {duration(seconds + answers[0].first_token_seconds)}{again}, then "
         f"{duration(rate)} a token.{ready}"
     )

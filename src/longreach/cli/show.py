@@ -172,6 +172,13 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
+def show_shares(report: Any, methods: dict[str, str]) -> str:
+    """A sentence: what was read over what dense attention reads; empty if nothing was. methods: phase -> its method."""
+    fractions = {phase: report.fraction(phase) for phase in methods}
+    shares = [f"{percent(x)} in {phase} ({methods[phase]})" for phase, x in fractions.items() if x is not None]
+    return f"Read {' and '.join(shares)} of the bytes that dense attention reads. " if shares else ""
+
+
 def show_memory(out: Console, found: Iterable[MemoryUse | None]) -> None:
     """Where keys and values lay, a paragraph for each way; nothing if none were in host memory."""
     for text in dict.fromkeys(str(memory) for memory in found if memory is not None):

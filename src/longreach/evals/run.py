@@ -10,6 +10,7 @@ from typing import Any
 from longreach.adapters.transformers import (
     CHUNK,
     Answer,
+    LongreachCache,
     Reader,
     Session,
     check_length,
@@ -57,12 +58,17 @@ class Questions:
         self.answered: list[QuestionAnswer] = []
 
     def read(
-        self, session: Session, chunk: int = CHUNK, progress: Progress = unseen, *, graph: bool | None = None
-    ) -> Reader:
-        """Compute the document's KV. graph: whether decoding is captured, as in `generate`."""
+        self, session: Session, chunk: int = CHUNK, progress: Progress = unseen, *, graph: bool | None = None,
+        cache: LongreachCache | None = None,
+    ) -> Reader:  # fmt: skip
+        """Compute the document's KV. graph: whether decoding is captured, as in `generate`. cache: one that holds the
+        document's first tokens, which are not read again."""
         reader = Reader(session, chunk, graph=graph)
+        reader.cache = reader.cache if cache is None else cache
         with progress("reading the document", len(self.document)) as advance:
-            reader.read(self.document, advance)
+            advance(reader.cache.columns)
+            if rest := self.document[reader.cache.columns :]:
+                reader.read(rest, advance)
         return reader
 
     def ask(self, reader: Reader, number: int) -> Iterator[str]:

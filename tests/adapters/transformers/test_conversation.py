@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,3 +133,45 @@ def test_a_full_cache_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
             chat.ask("x" * 60, max_new_tokens=4)
         assert len(chat.messages) == 2
         chat.ask("ok", max_new_tokens=4)
+
+
+@pytest.mark.parametrize("system", ["", "Be short."])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_document_is_read_ahead_and_from_a_file(method: str, system: str, tmp_path: Path) -> None:
+    """The same answers as with the document in the first turn; a saved one is not read again."""
+    tokenizer, document = tiny_tokenizer(chat=True), "The code is 42. " * 9
+    with attach(model(), decode=method) as session:
+        plain = Chat(session, tokenizer, system=system)
+        want = [
+            plain.ask(f"{document.rstrip()}\n\n{TURNS[0]}", max_new_tokens=NEW),
+            plain.ask("Why?", max_new_tokens=NEW),
+        ]
+        chat, read = Chat(session, tokenizer, system=system, document=document), list[int]()
+        assert (
+            chat.read_ahead(read.append, prefill_chunk_size=40) == sum(read) == len(chat.beginning()) and len(read) > 2
+        )
+        chat.save(tmp_path / "cache")
+        got = [chat.ask(turn, max_new_tokens=NEW) for turn in (TURNS[0], "Why?")]
+        assert chat.messages[-4:] == (
+            {"role": "user", "content": TURNS[0]}, {"role": "assistant", "content": want[0].text},
+            {"role": "user", "content": "Why?"}, {"role": "assistant", "content": want[1].text},
+        )  # fmt: skip
+        assert [r.text for r in got] == [r.text for r in want] and got[0].reused_tokens == sum(read)
+        assert chat.read_ahead(read.append) == chat._cache.columns  # within a conversation it does nothing
+    with attach(model(), decode=method) as session:
+        chat = Chat(session, tokenizer, system=system, document=document, cache=session.load_cache(tmp_path / "cache"))
+        told = list[int]()
+        assert chat.read_ahead(told.append) == sum(read) and told == [sum(read)]
+        again = [chat.ask(turn, max_new_tokens=NEW) for turn in (TURNS[0], "Why?")]
+        assert [r.text for r in again] == [r.text for r in want] and again[0].reused_tokens == sum(read)
+        other = Chat(session, tokenizer, document="Other", cache=session.load_cache(tmp_path / "cache"))
+        assert other.ask(TURNS[0], max_new_tokens=NEW).reused_tokens < 20
+
+
+def test_caches_that_a_chat_cannot_use() -> None:
+    with attach(model()) as session:
+        for cache in (session.new_cache(), session.new_cache(2)):
+            with pytest.raises(InvalidInput, match="cache: expected one that this session's load_cache"):
+                Chat(session, tiny_tokenizer(chat=True), cache=cache)
+        with pytest.raises(InvalidInput, match="not UTF-8"):
+            Chat(session, tiny_tokenizer(chat=True), document="\udcff")

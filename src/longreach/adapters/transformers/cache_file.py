@@ -52,13 +52,13 @@ class Entry(NamedTuple):
 
 def write(path: Path, header: Mapping[str, Any], entries: Mapping[str, Entry], *, overwrite: bool = False) -> None:
     """Write a file whole or not at all. Raises InvalidInput if it exists, or its folder cannot be written."""
-    _check_free(path, overwrite)
+    check_place(path, overwrite)
     part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.part")
     try:
         try:
             with part.open("xb") as stream:
                 _fill(stream, header, entries)
-            _check_free(path, overwrite)
+            check_place(path, overwrite)
             os.replace(part, path)
         finally:
             with contextlib.suppress(OSError):  # it is gone once it was renamed
@@ -69,9 +69,12 @@ def write(path: Path, header: Mapping[str, Any], entries: Mapping[str, Entry], *
         ) from error
 
 
-def _check_free(path: Path, overwrite: bool) -> None:
+def check_place(path: Path, overwrite: bool) -> None:
+    """Raise InvalidInput where a file is that may not be replaced, or none can be written."""
     if path.is_dir():
         raise InvalidInput(f"cannot write {path}: expected a file name, got a folder; name a file in it")
+    if path.parent.is_dir() and not os.access(path.parent, os.W_OK):
+        raise InvalidInput(f"cannot write {path}: its folder cannot be written; choose another file")
     if not overwrite and path.exists():
         raise InvalidInput(f"{path} exists already; choose another file, remove it, or give overwrite=True")
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
 
 from longreach.adapters.transformers.attach import Session
 from longreach.adapters.transformers.control_tokens import ControlTokens, Part
+from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.api import Generated, generate
+from longreach.adapters.transformers.prompt_reader import CHUNK, Advance, Reader
 from longreach.adapters.transformers.prompt_tokens import (
     check_length,
     encode_parts,
@@ -47,10 +50,15 @@ class Reply:
 class Chat:
     """A conversation with the model of a session, in the chat template of its tokenizer.
 
-    system: the system prompt, none if empty. Raises InvalidInput for a tokenizer without a chat template.
+    system: the system prompt, none if empty. document: a text that the first turn begins with, before its question;
+    none if empty. cache: one that `session.load_cache` returned, with its tokens: as many of them as the conversation
+    begins with are not read again. Raises InvalidInput for a tokenizer without a chat template, and another cache.
     """
 
-    def __init__(self, session: Session, tokenizer: Any, *, system: str = ""):
+    def __init__(
+        self, session: Session, tokenizer: Any, *, system: str = "", document: str = "",
+        cache: LongreachCache | None = None,
+    ):  # fmt: skip
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidInput(
                 "the tokenizer has no chat template, so turns cannot be written; use longreach.generate, or set "
@@ -58,8 +66,11 @@ class Chat:
             )
         session.check_open()
         self.session, self.tokenizer = session, tokenizer
-        self._cache = session.new_cache()
-        self._held: list[int] = []  # tokens of the cache's columns
+        if any("\ud800" <= c <= "\udfff" for c in system + document):
+            raise InvalidInput("system and document must be text; one of them holds bytes that are not UTF-8")
+        self._held: list[int] = [] if cache is None else _tokens_of(cache, session)  # of the cache's columns
+        self._cache = session.new_cache() if cache is None else cache
+        self._document = document.rstrip()
         self._messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     @property
@@ -101,6 +112,38 @@ class Chat:
         stopped = answer[-1] in ends or len(answer) < max_new_tokens
         return Reply(said, len(answer), len(ids), kept, again, stopped, made)
 
+    def beginning(self) -> list[int]:
+        """The tokens that any conversation begins with: system prompt and document."""
+        head = [message for message in self._messages[:1] if message["role"] == "system"]
+        one, two = (self._tokens([*head, {"role": "user", "content": probe}]) for probe in ("?", "A"))
+        same = next((n for n, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
+        return one[:same]
+
+    def read_ahead(self, progress: Advance | None = None, *, prefill_chunk_size: int = CHUNK, room: int = 0) -> int:
+        """Read system prompt and document into the cache before the first turn; how many tokens the cache holds then.
+
+        progress: called with the tokens that each pass read, and first with those that the cache held. room: tokens of
+        turns and answers to come, for which memory is reserved at once. Raises what `ask` raises.
+        """
+        ids = self.beginning()
+        check_length(self.session.model, len(ids), 1)
+        if len(ids) < 2 or (self._messages and self._messages[-1]["role"] == "assistant"):
+            return self._cache.columns
+        kept = self._keep([*ids, -1])  # no token is read again
+        self._held = self._held[:kept]
+        reader = Reader(self.session, prefill_chunk_size)
+        reader.cache, told = self._cache, progress or (lambda tokens: None)
+        if kept:
+            told(kept)
+        if kept < len(ids):
+            reader.read(ids[kept:], told, then=room)
+            self._held = ids
+        return self._cache.columns
+
+    def save(self, path: str | PathLike[str], *, overwrite: bool = False) -> None:
+        """Save the cache with its tokens, as `LongreachCache.save`; see `cache` above. The turns are not saved."""
+        self._cache.save(path, tokens=[self._held], overwrite=overwrite)
+
     def take_back(self) -> None:
         """Remove the last turn and its answer from the conversation. Raises InvalidInput if it has no turn."""
         if len(self._messages) < 2 or self._messages[-1]["role"] != "assistant":
@@ -125,6 +168,12 @@ class Chat:
     def _tokens(self, messages: Sequence[Message]) -> list[int]:
         """The conversation in the template, up to the beginning of the answer. A control token that the text of a
         message spells out is read as text."""
+        if self._document:
+            first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
+            messages = [
+                {**m, "content": f"{self._document}\n\n{m['content']}"} if n == first else m
+                for n, m in enumerate(messages)
+            ]
         written = in_template(self.tokenizer, messages)
         keys = [secrets.token_hex(16) for _ in messages]
         pattern = in_template(self.tokenizer, [{**m, "content": key} for m, key in zip(messages, keys, strict=True)])
@@ -152,3 +201,16 @@ class Chat:
                 f"cannot be told from the template's own; remove them"
             )
         return encode_parts(self.tokenizer, [Part(written, False)], special=False)
+
+
+def _tokens_of(cache: LongreachCache, session: Session) -> list[int]:
+    """The tokens of a loaded cache of one sequence. Raises InvalidInput for another one."""
+    tokens = cache.saved_tokens
+    fits = cache.owner is session and cache.batch == 1 and not cache.padded
+    if not fits or tokens is None or tokens.shape[1] != cache.columns:
+        raise InvalidInput(
+            "cache: expected one that this session's load_cache has just returned, of one sequence and saved with its "
+            "tokens (cache.save(path, tokens=...), chat.save(path))"
+        )
+    found: list[int] = tokens[0].tolist()
+    return found
