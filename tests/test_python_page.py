@@ -12,9 +12,11 @@ PAGE = (ROOT / "docs" / "python.md").read_text()
 
 def test_its_blocks_run() -> None:
     blocks, names = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), dict[str, Any]()
-    assert len(blocks) == 6
+    assert len(blocks) == 9
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
     assert 0 < names["report"].fraction("decode") < 0.6
     assert names["made"].tokens.shape[1] <= 8 and names["reply"].reused_tokens > 0
+    assert names["branches"].tokens[0].tolist() == names["alone"].tokens[0].tolist()
+    assert names["first"].text == names["second"].text and names["second"].reused_tokens > 100
     assert {"dense", "quest k=0.2"} < set(names["record"]["methods"])

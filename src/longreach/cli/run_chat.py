@@ -52,8 +52,9 @@ def run_chat(args: argparse.Namespace, options: dict[str, dict[str, Any]]) -> in
         tokenizer.chat_template, given = f"{begin}{PLAIN}", {"system": document.rstrip()}
     with attach(model, prefill=prefill, decode=decode, cache=config) as session:
         beginning = Chat(session, tokenizer, **given).beginning()
+        started = time.perf_counter()
         cache = loaded_cache(session, args.cache, beginning, config)
-        chat, started = Chat(session, tokenizer, cache=cache, **given), time.perf_counter()
+        chat = Chat(session, tokenizer, cache=cache, **given)
         limit = context_limit(model)
         room = ROOM if limit is None else max(0, min(ROOM, limit - len(beginning)))
         with progress("reading the document", len(beginning)) as advance:

@@ -301,7 +301,8 @@ CPU_ATTENDS = replace(HOST, host_attend="cpu")
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caches on the CPU may be attended to "by the CPU": the program is called at once."""
     for module, name in (
-        ("longreach.adapters.transformers.attach", "check_host_attend"), ("longreach.cache.kv", "check_attend")
+        ("longreach.adapters.transformers.attach", "check_host_attend"),
+        ("longreach.adapters.transformers.session_caches", "check_host_attend"), ("longreach.cache.kv", "check_attend")
     ):  # fmt: skip
         monkeypatch.setattr(sys.modules[module], name, lambda *given: None)
 

@@ -70,7 +70,7 @@ class Chat:
             raise InvalidInput("system and document must be text; one of them holds bytes that are not UTF-8")
         self._held: list[int] = [] if cache is None else _tokens_of(cache, session)  # of the cache's columns
         self._cache = session.new_cache() if cache is None else cache
-        self._document = document.rstrip()
+        self.document = document.rstrip()
         self._messages: list[Message] = [{"role": "system", "content": system}] if system else []
 
     @property
@@ -168,10 +168,10 @@ class Chat:
     def _tokens(self, messages: Sequence[Message]) -> list[int]:
         """The conversation in the template, up to the beginning of the answer. A control token that the text of a
         message spells out is read as text."""
-        if self._document:
+        if self.document:
             first = next((n for n, message in enumerate(messages) if message["role"] == "user"), 0)
             messages = [
-                {**m, "content": f"{self._document}\n\n{m['content']}"} if n == first else m
+                {**m, "content": f"{self.document}\n\n{m['content']}"} if n == first else m
                 for n, m in enumerate(messages)
             ]
         written = in_template(self.tokenizer, messages)
