@@ -163,6 +163,10 @@ class LastRows(StatelessOnTruncate):
             new.q, new.pos = self.q[slots], self.pos[slots]
         return new
 
+    def to_save(self) -> dict[str, Tensor]:
+        """Nothing: caches are not saved while rows are still to vote, or a plan is to be made of them."""
+        return {}
+
     @property
     def nbytes(self) -> int:
         return self.q.nbytes + self.pos.nbytes

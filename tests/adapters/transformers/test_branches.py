@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ import torch
 from longreach import CacheConfig, attach, generate
 from longreach.cache import StatelessOnTruncate
 from longreach.errors import CapacityError, InvalidInput, Unsupported
+from longreach.testing.tiny import tiny_model
+from tests.adapters.transformers.mka.models import SMALL, THREE, converted
 from tests.adapters.transformers.reference import model_of, prompt
 from tests.adapters.transformers.turns import CONFIGS, LENGTHS, METHODS, NEW, go_on, start
 from tests.methods.planned import planned, tiny, write_plans
@@ -157,3 +160,38 @@ def test_bad_rows_and_full_pools_change_nothing() -> None:
             cache.copy()
         cache.kv.abort(step)
         assert cache.batch == 1 and cache.kv.lengths == [40] and cache.copy().columns == 40
+
+
+@pytest.mark.parametrize(
+    ("variant", "options"), [("fastmka", {}), ("mka", THREE), ("block_mka", {"tiers": (1, 2, 3), **SMALL})]
+)
+def test_the_state_of_a_converted_model_follows(variant: str, options: dict[str, Any]) -> None:
+    with attach(converted("llama", variant, **options)) as session:
+        cache, ids, mask = start(session)
+        branch = cache.copy()
+        branch.select([2, 0, 0, 1])
+        rows = torch.tensor([2, 0, 0, 1])
+        want, _ = go_on(session, cache, ids, mask, (1, 2, 3))
+        got, _ = go_on(session, branch, ids[rows], mask[rows], (3, 1, 9, 2))
+    assert torch.equal(got[[1, 3, 0]], want)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_sliding_windows_and_sinks(family: str) -> None:
+    with attach(tiny_model(family), decode="quest k=0.2 page=4") as session:
+        cache, ids, mask = start(session)
+        branch = cache.copy()
+        want, _ = go_on(session, cache, ids, mask, (1, 2, 3))
+        got, _ = go_on(session, branch, ids, mask, (1, 2, 3))
+    assert torch.equal(got, want)
+
+
+def test_a_plan_that_is_made_in_one_branch_serves_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longreach.methods.loki.automatic.LokiMaker.needed", 16)
+    with attach(model_of("llama"), decode="loki k=8") as session, torch.no_grad():
+        cache = session.new_cache()
+        session.model(prompt(60), past_key_values=cache)
+        branch = cache.copy()
+        ids = torch.cat([prompt(60), prompt(2, seed=3)], 1)
+        one, two = (generate(session, ids, max_new_tokens=NEW, past_key_values=c).sequences for c in (cache, branch))
+        assert torch.equal(one, two) and session.report().fraction("decode") < 1

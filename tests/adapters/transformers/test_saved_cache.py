@@ -20,6 +20,7 @@ from longreach import CacheConfig, attach, generate
 from longreach.adapters.transformers import load as load_model
 from longreach.errors import CapacityError, InvalidInput, Unsupported
 from longreach.testing.tiny import save_tiny, tiny_model
+from tests.adapters.transformers.mka.models import converted
 from tests.adapters.transformers.reference import model_of, prompt
 from tests.adapters.transformers.turns import CONFIGS, LENGTHS, METHODS, NEW, go_on, start
 from tests.methods.planned import planned, tiny, write_plans
@@ -279,9 +280,16 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path, monkeypatch: pytes
         def full(fd: int) -> None:
             raise OSError(28, "No space left on device")
 
+        def interrupted(fd: int) -> None:
+            raise KeyboardInterrupt
+
         with monkeypatch.context() as patched:
             patched.setattr(os, "fsync", full)
             with pytest.raises(InvalidInput, match="No space left on device"):
+                cache.save(file, overwrite=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", interrupted)
+            with pytest.raises(KeyboardInterrupt):
                 cache.save(file, overwrite=True)
         assert file.read_bytes() == before and [path.name for path in tmp_path.iterdir()] == ["cache"]
         cache.save(file, overwrite=True)
@@ -300,3 +308,47 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     folder.mkdir(mode=0o500)
     with pytest.raises(InvalidInput, match="Permission denied"):
         saved(folder / "cache")
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bf16"])
+def test_families_and_dtypes(family: str, tmp_path: Path) -> None:
+    model = tiny_model("llama").bfloat16() if family == "bf16" else tiny_model(family)
+    with attach(model, decode="quest k=0.2 page=4") as session:
+        cache, ids, mask = start(session)
+        cache.save(tmp_path / "cache")
+        want, _ = go_on(session, cache, ids, mask, TURNS[0])
+        got, _ = go_on(session, session.load_cache(tmp_path / "cache"), ids, mask, TURNS[0])
+    assert torch.equal(got, want)
+
+
+def test_plans_of_the_first_prompt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache is saved once the plan is made, and is loaded where that plan was found."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("longreach.methods.loki.automatic.LokiMaker.needed", 50)
+    file, more = tmp_path / "cache", torch.cat([prompt(60), prompt(2, seed=3)], 1)
+    with attach(model_of("llama"), decode="loki k=8") as session, torch.no_grad():
+        cache = session.new_cache()
+        session.model(prompt(40), past_key_values=cache)
+        with pytest.raises(Unsupported, match="loki has no plan yet"):
+            cache.save(file)
+        session.model(prompt(60)[:, 40:], past_key_values=cache)
+        cache.save(file)
+        want = generate(session, more, max_new_tokens=NEW, past_key_values=cache).sequences
+        assert session.report().fraction("decode") < 1
+    with attach(model_of("llama"), decode="loki k=8") as session:
+        got = generate(session, more, max_new_tokens=NEW, past_key_values=session.load_cache(file)).sequences
+        assert torch.equal(got, want)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "elsewhere"))
+    message = r"another plan of decode=loki \(.*\), and this session's is none"
+    with attach(model_of("llama"), decode="loki k=8") as session, pytest.raises(InvalidInput, match=message):
+        session.load_cache(file)
+
+
+def test_models_with_state_of_their_own_are_refused(tmp_path: Path) -> None:
+    with attach(converted()) as session, torch.no_grad():
+        cache = session.new_cache()
+        session.model(prompt(), past_key_values=cache)
+        for call in (lambda: cache.save(tmp_path / "cache"), lambda: session.load_cache(tmp_path / "cache")):
+            with pytest.raises(Unsupported, match="its fastmka layers keep state of their own; read the prompt again"):
+                call()
+    assert not any(tmp_path.iterdir())

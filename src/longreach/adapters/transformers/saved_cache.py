@@ -136,11 +136,11 @@ def _check_savable(session: SessionCaches, cache: LongreachCache) -> None:
             f"saved; generate two tokens first, or attach without evict"
         )
     session._plans.make(cache, session.ledger)
-    for method in _methods(session):
+    for method in (session.prefill, *_methods(session)):
         if method.plan_maker(session._shape) is not None and _plan_digest(session, method) is None:
             raise Unsupported(
                 f"save: {method.name} has no plan yet, and would make it of rows that are not saved; save after a "
-                f"longer prompt, or give decode='{method.name} plan=plan.json'"
+                f"longer prompt, or attach with '{method.name} plan=plan.json'"
             )
 
 
