@@ -120,7 +120,7 @@ class Chat:
         return one[:same]
 
     def read_ahead(self, progress: Advance | None = None, *, prefill_chunk_size: int = CHUNK, room: int = 0) -> int:
-        """Read system prompt and document into the cache before the first turn; how many tokens the cache holds then.
+        """Read system prompt and document into the cache before the first turn. Returns the tokens in the cache.
 
         progress: called with the tokens that each pass read, and first with those that the cache held. room: tokens of
         turns and answers to come, for which memory is reserved at once. Raises what `ask` raises.
@@ -129,14 +129,14 @@ class Chat:
         check_length(self.session.model, len(ids), 1)
         if len(ids) < 2 or (self._messages and self._messages[-1]["role"] == "assistant"):
             return self._cache.columns
-        kept = self._keep([*ids, -1])  # no token is read again
+        kept = self._keep([*ids, -1])  # which leaves the last one to be read
         self._held = self._held[:kept]
         reader = Reader(self.session, prefill_chunk_size)
-        reader.cache, told = self._cache, progress or (lambda tokens: None)
+        reader.cache, advance = self._cache, progress or (lambda tokens: None)
         if kept:
-            told(kept)
+            advance(kept)
         if kept < len(ids):
-            reader.read(ids[kept:], told, then=room)
+            reader.read(ids[kept:], advance, then=room)
             self._held = ids
         return self._cache.columns
 

@@ -297,7 +297,7 @@ class LongreachCache(Cache):
         return new
 
     def __copy__(self) -> LongreachCache:
-        return self.copy()  # a shallow one would follow the first one's passes in part
+        return self.copy()  # a shallow copy would share its memory
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LongreachCache:
         return self.copy()
@@ -305,7 +305,7 @@ class LongreachCache(Cache):
     def select(self, rows: Sequence[int]) -> None:
         """Hold these sequences of the batch from now on, in this order; a row may come several times.
 
-        transformers' `batch_select_indices` and `batch_repeat_interleave` do the same. Memory is allocated anew, then
+        transformers' `batch_select_indices` and `batch_repeat_interleave` do the same. New memory is allocated before
         the old one is released. Not during a pass. Raises InvalidInput, OutOfMemory, CapacityError, and Unsupported for
         a state that cannot be copied; then nothing has changed.
         """

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers.cache_file import CacheFile, Entry, damaged, opened, write
+from longreach.adapters.transformers.cache_file import CacheFile, Entry, check_place, damaged, opened, write
 from longreach.adapters.transformers.checks import decoder_of, mka_variant
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.oom import memory_errors
@@ -41,6 +41,7 @@ PathLike = str | os.PathLike[str]
 
 def save(session: SessionCaches, cache: LongreachCache, path: PathLike, tokens: Any, overwrite: bool) -> None:
     """See `LongreachCache.save`."""
+    check_place(Path(path), overwrite)
     _check_savable(session, cache)
     kv = cache.kv
     ids = None if tokens is None else _checked_tokens(tokens, cache)
