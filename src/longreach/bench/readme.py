@@ -146,8 +146,8 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 WRITTEN = {
-    "headline": front.headline, "methods": front.table, "models": models, "rates": rates, "records": numbers, "quality": summary,
-    "tasks": quality,
+    "headline": front.headline, "methods": front.table, "models": models, "rates": rates, "records": numbers,
+    "quality": summary, "tasks": quality,
 }  # fmt: skip
 PAGES = {
     "README.md": ("headline", "methods"),
