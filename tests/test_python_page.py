@@ -12,9 +12,10 @@ PAGE = (ROOT / "docs" / "python.md").read_text()
 
 def test_its_blocks_run() -> None:
     blocks, names = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), dict[str, Any]()
-    assert len(blocks) == 6
+    assert len(blocks) == 7
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
     assert 0 < names["report"].fraction("decode") < 0.6
     assert names["made"].tokens.shape[1] <= 8 and names["reply"].reused_tokens > 0
     assert {"dense", "quest k=0.2"} < set(names["record"]["methods"])
+    assert set(names["found"]["results"]) == {"dense", "quest k=0.2"} and names["one"].label == "loki k=0.2"
