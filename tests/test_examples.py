@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,6 +42,18 @@ def test_every_example_is_tested_and_says_how_to_run_it() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
     for path in EXAMPLES.glob("*.py"):
         assert f"\nRun: python examples/{path.name}" in path.read_text()
+
+
+def test_the_notebook_runs() -> None:
+    pytest.importorskip("matplotlib").use("Agg")
+    cells = json.loads((EXAMPLES / "what_methods_read.ipynb").read_text())["cells"]
+    names: dict[str, Any] = {}
+    for cell in cells:
+        assert not cell.get("outputs"), "clear the outputs before it is committed"
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["answer"].strip().startswith("7391") and len(names["found"]) == 6
+    assert {one.label.split()[0] for one in names["found"] if one.first_divergence is not None} == {"streaming_llm"}
 
 
 def test_ask_a_file(run, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

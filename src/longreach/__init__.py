@@ -12,13 +12,16 @@ __version__ = "0.1.0"
 
 _NAMES = {
     "attach": "longreach.adapters.transformers",
+    "Session": "longreach.adapters.transformers",
     "detach": "longreach.adapters.transformers",
     "load": "longreach.adapters.transformers",
     "convert": "longreach.adapters.transformers.mka",
     "generate": "longreach.adapters.transformers.loop",
     "Chat": "longreach.adapters.transformers.conversation",
     "Documents": "longreach.adapters.transformers",
+    "compare": "longreach.evals.on_text",
     "evaluate": "longreach.evals.measured",
+    "perplexity": "longreach.evals.on_text",
     "ChunkPool": "longreach.store",
     "ChunkStore": "longreach.store",
     "CacheConfig": "longreach.cache",
@@ -49,6 +52,7 @@ __all__ = ["__version__", *_NAMES, *_ROOMS]
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers import Documents as Documents
+    from longreach.adapters.transformers import Session as Session
     from longreach.adapters.transformers import attach as attach
     from longreach.adapters.transformers import detach as detach
     from longreach.adapters.transformers import load as load
@@ -58,6 +62,8 @@ if TYPE_CHECKING:
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
     from longreach.evals.measured import evaluate as evaluate
+    from longreach.evals.on_text import compare as compare
+    from longreach.evals.on_text import perplexity as perplexity
     from longreach.methods.block_mka import BlockMKA as BlockMKA
     from longreach.methods.dense import Dense as Dense
     from longreach.methods.fusion import A3 as A3

@@ -121,7 +121,7 @@ def test_ranks_agree_with_one() -> None:
                 torch.testing.assert_close(got, expected)
 
 
-@pytest.mark.parametrize("why", ["gradients", "several rows", "a hook", "an adapter", "level 3"])
+@pytest.mark.parametrize("why", ["gradients", "several rows", "a hook", "a hook within", "an adapter", "level 3"])
 def test_where_the_general_path_is_taken(why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     some, calls, seen = given({}), counted(monkeypatch), list[Tensor]()
     router = some.levels.router
@@ -133,6 +133,8 @@ def test_where_the_general_path_is_taken(why: str, monkeypatch: pytest.MonkeyPat
         some = some._replace(memory=memory)
     if why == "a hook":
         router.register_forward_hook(lambda module, args, weights: seen.append(weights))
+    if why == "a hook within":
+        router.up.register_forward_hook(lambda module, args, out: seen.append(out))
     if why == "an adapter":
         router.down = nn.Sequential(router.down)
     if why == "several rows":
@@ -141,7 +143,7 @@ def test_where_the_general_path_is_taken(why: str, monkeypatch: pytest.MonkeyPat
             fuse(*some[:4], zeros, pos, (4, 0, 0, 0), some.memory, scale=1.0)
     else:
         stepped(some, some.memory, step=why != "gradients")
-    assert calls == [] and len(seen) == (why == "a hook")
+    assert calls == [] and len(seen) == why.startswith("a hook")
 
 
 class _Computing(TorchDispatchMode):

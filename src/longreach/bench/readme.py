@@ -13,7 +13,7 @@ from longreach.bench.case import EVICT, FUSION, HOST, STEPS, USER
 from longreach.bench.cases import CASES, GROUPS
 from longreach.bench.format import goal, outcome, rate
 from longreach.bench.host import picture as host
-from longreach.bench.readme_models import models
+from longreach.bench.readme_models import models, rates
 from longreach.bench.record import read
 from longreach.errors import InvalidInput
 from longreach.records.quality import quality, summary
@@ -146,13 +146,13 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 WRITTEN = {
-    "headline": front.headline, "methods": front.table, "models": models, "records": numbers, "quality": summary,
-    "tasks": quality,
+    "headline": front.headline, "methods": front.table, "models": models, "rates": rates, "records": numbers,
+    "quality": summary, "tasks": quality,
 }  # fmt: skip
 PAGES = {
     "README.md": ("headline", "methods"),
     "docs/quality.md": ("quality", "tasks"),
-    "docs/speed.md": ("models", "records"),
+    "docs/speed.md": ("models", "rates", "records"),
 }
 PICTURES: dict[str, Callable[[Path], bytes | None]] = {
     "docs/quality.png": front.picture,

@@ -10,6 +10,7 @@ from longreach.bench.cases import METHODS
 from longreach.bench.record import read
 from longreach.bench.user import ATTACHED, OURS, THEIRS
 
+GUARD = ", guard"
 WAYS = THEIRS, ATTACHED, OURS
 Entries = dict[str, dict[str, Any]]
 
@@ -59,6 +60,23 @@ def steps(cases: dict[str, Any]) -> list[str]:
         cells = [prompt(case), f"{dense / 1e3:.2f}", *over, missed(case)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
+
+
+def rates(results: Path) -> str:
+    """Markdown: MAC's speed over dense attention by its hit rate, with the guard, and the rate from which it pays."""
+    path = results / "mac-rates.json"
+    if not path.is_file():
+        return "No measurements yet."
+    cases: dict[str, Any] = read(path)["cases"]
+    known = [name for name in by_name(next(iter(cases.values()))) if name.endswith(GUARD)]
+    lines = [f"| keys | {' | '.join(name.removesuffix(GUARD).removeprefix('rate ') for name in known)} | pays from |"]
+    lines.append(f"|---|{'---|' * len(known)}---|")
+    for case in cases.values():
+        times = {name: entry["microseconds"]["median"] for name, entry in by_name(case).items()}
+        from_rate = case["break_even"]["guard"]["dense"]
+        cells = [prompt(case), *(f"{times['dense'] / times[name]:.2f}" for name in known)]
+        lines.append(f"| {' | '.join(cells)} | {'-' if from_rate is None else f'{from_rate:.2f}'} |")
+    return "\n".join([*lines, "", measured("mac-rates", cases)])
 
 
 def missed(case: dict[str, Any]) -> str:

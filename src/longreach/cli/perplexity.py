@@ -23,8 +23,7 @@ from longreach.cli.common import (
     pass_tokens,
     positive,
 )
-from longreach.cli.results import finish
-from longreach.cli.show import Column, Table, console, duration, percent, place, progress, waiting
+from longreach.cli.show import Column, Table, console, duration, emit, percent, place, progress, waiting
 
 NAME = "perplexity"
 HELP = "measure how well each method predicts long texts, in prefill and while decoding"
@@ -33,7 +32,6 @@ EXAMPLES = (
     "longreach perplexity --model ./Llama-3.1-8B --text a.txt --text b.txt --length 32768 --decode-tokens 1024 \\",
     "    --method 'oracle_top_k k=0.025' --output perplexity.json",
 )
-FORMAT = 1
 FAILURES = 10  # windows that failed and are shown
 
 
@@ -59,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from longreach.evals.methods import specs as parse_specs
-    from longreach.records import Journal, check_writable
+    from longreach.records import check_writable
 
     specs, cache, chunk = parse_specs(args.method), cache_config(args), pass_tokens(args)
     if args.output is not None:
@@ -67,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     with waiting("loading the model"):
         model, tokenizer = load_model(args)
         from longreach.evals.model_info import model_info
+        from longreach.evals.on_text import measured
         from longreach.evals.perplexity import Perplexity, read_text
         from longreach.records import environment
 
@@ -80,13 +79,10 @@ def run(args: argparse.Namespace) -> int:
         "config": {"length": args.length, "decode_tokens": args.decode_tokens, "windows": len(task.windows),
                    "limit": args.limit, "prefill_chunk_size": chunk, **host_config(args)},
         **where, "files": [text.to_json() for text in texts],
-        "methods": {spec.label: spec.to_json() for spec in specs},
     }  # fmt: skip
-    with Journal(args.output, said) as journal:
-        found, failed = task.run(chunk, progress, done=journal.done, keep=journal.add)
-    results = {spec.label: found[spec.label] for spec in specs if spec.label in found}
-    record = {"kind": "perplexity", "format": FORMAT, **said, "results": results, "failed": failed}
-    finish(args, record, show, journal=None if failed else journal)
+    record = measured(task, said, chunk, args.output, progress)
+    emit(record) if args.json else show(record)
+    failed = record["failed"]
     return exit_code(len({one["window"] for one in failed}), "windows", args.output)
 
 

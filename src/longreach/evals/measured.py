@@ -10,7 +10,7 @@ from typing import Any
 from longreach.evals.batching import fitting_batch
 from longreach.evals.evaluate import Evaluation, Settings
 from longreach.evals.methods import refuse_slots, specs
-from longreach.evals.model_info import model_info
+from longreach.evals.model_info import info_of
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.scores import tasks_entry
 from longreach.records import Journal, check_writable, environment, write
@@ -108,7 +108,5 @@ def evaluate(
     size = batch or fitting_batch(model, max(lengths), prefill_chunk_size)
     settings = Settings(lengths, samples, seed=seed, batch=size, chunk=prefill_chunk_size, question=question)
     evaluation = Evaluation(model, tokenizer, registry.choose(tasks), chosen, settings)
-    folder = str(model.name_or_path)
-    known = folder if (Path(folder) / "config.json").is_file() else None
-    about = {"model": model_info(model, known), "config": evaluation.config()}
+    about = {"model": info_of(model), "config": evaluation.config()}
     return measured(evaluation, {**about, **environment(model.device)}, place, progress)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 from longreach.adapters.transformers import context_limit, model_path, shape_of
@@ -28,3 +29,9 @@ def model_info(model: Any, name: str | None) -> dict[str, Any]:
         "context": context_limit(model),
         **({"plans": plans} if plans else {}),
     }
+
+
+def info_of(model: Any) -> dict[str, Any]:
+    """The same of a model in memory, with the hash of its files where it was loaded from a folder."""
+    folder = str(model.name_or_path)
+    return model_info(model, folder if (Path(folder) / "config.json").is_file() else None)

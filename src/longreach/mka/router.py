@@ -60,9 +60,10 @@ class Router(nn.Module):
     @property
     def splits(self) -> bool:
         """Whether `second_layer` stands for the whole router: two levels, and no hooks or adapters on its modules."""
-        hooks = self._forward_hooks or self._forward_pre_hooks
-        plain = self.config.routing == "fixed" or type(self.up) is type(self.down) is nn.Linear
-        return self.config.variant == "fastmka" and self.config.tiers == (1, 2) and plain and not hooks
+        layers = () if self.config.routing == "fixed" else (self.up, self.down)
+        plain = all(type(m) is nn.Linear and type(m.weight) is nn.Parameter for m in layers)
+        hooked = any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in (self, *layers))
+        return self.config.variant == "fastmka" and self.config.tiers == (1, 2) and plain and not hooked
 
     def second_layer(self, q: Tensor, shard: HeadShard | None = None, impl: str = "auto") -> RouterLayer:
         """The first layer computed, the second as `ops.route_fuse` takes it. q, shard: as for `forward`."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from longreach.records.labels import BEHIND, default_note, short_label
 from longreach.records.record import files, read
+from longreach.records.report.rows import by_prompt, paired
 
 LOST = 0.1  # with all scores below it, a task does not distinguish methods
 WORST = 3  # tasks named in a summary
@@ -61,11 +62,12 @@ def _summary(path: Path, record: dict[str, Any]) -> str:
 
 
 def _losses(tasks: dict[str, Any], label: str, control: str) -> str:
-    """Tasks with a score significantly below the control's: the intervals do not overlap."""
+    """Tasks with a score below the control's on the same prompts, by `paired`."""
     lost = []
     for name, task in tasks.items():
         ours, theirs = task["results"][label], task["results"][control]
-        if ours["interval_95"][1] < theirs["interval_95"][0]:
+        mine, dense = by_prompt(ours), by_prompt(theirs)
+        if paired([(mine[number], dense[number]) for number in mine.keys() & dense.keys()]) == "worse":
             lost.append((ours["score"] - theirs["score"], f"{name} {ours['score']:.0%} of {theirs['score']:.0%}"))
     named = [text for _, text in sorted(lost)[:WORST]]
     return ", ".join([*named, *([f"{len(lost) - WORST} more"] if len(lost) > WORST else [])]) or "-"

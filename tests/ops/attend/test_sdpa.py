@@ -145,5 +145,8 @@ def test_what_they_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(Unsupported, match=message):
             attend(changed, kv, selection, scale=1.0, impl="sdpa_cudnn")
+    after_one = replace(rows, runs=(RowRange(300, 0, 1),))
+    with pytest.raises(Unsupported, match="no single key"):
+        attend(after_one, kv, Spans.dense(), scale=1.0, impl="sdpa_cudnn")
     with pytest.raises(Unsupported, match="no softcap"):
         attend(rows, kv, Spans.dense(), scale=1.0, softcap=2.0, impl="sdpa_flash")

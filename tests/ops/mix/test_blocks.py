@@ -228,3 +228,23 @@ def test_compiles_for_an_h200(dim: int, group: int, dtype: str, page: int | None
     assert [name for name, _, _ in found] == ["attend", "attend", "choose", "attend", "mix", "attend", "mix"]
     for name, shared, spills in found:
         assert shared <= SHARED_MEMORY and spills <= 64, (name, shared, spills)
+
+
+@impls
+def test_nan_stays(impl: str) -> None:
+    """Of a key that is read, a query, or a weight: in the rows that it concerns, and in these alone."""
+    kv = random_kv([20, 20], heads=1, dim=16, dtype=torch.float32, seed=3)
+    rows = Rows(torch.randn(2, 2, 16), torch.tensor([0, 1]), torch.tensor([19, 19]))
+    given: dict[str, Any] = {"block": 4, "window": 8, "scale": 0.25, "levels": (1,), "impl": impl}
+    for broken in ("key", "query", "weight"):
+        q, k, weights = rows.q.clone(), kv.k.clone(), torch.ones(2, 1)
+        if broken == "key":
+            k[0, 0, 18, 3] = torch.nan
+        elif broken == "query":
+            q[0, 0, 5] = torch.nan
+        else:
+            weights[0] = torch.nan
+        some = here(replace(rows, q=q)), here(replace(kv, k=k)), here(torch.tensor([12, 12]))
+        got = attend_blocks(*some, None, None, here(weights), **given)
+        assert bool(got.out[0, 0].isnan().all()), broken
+        assert bool(got.out[1].isfinite().all() and got.lse[1].isfinite().all()), broken

@@ -13,6 +13,7 @@ from longreach.ops.selection import Selection, Spans
 from longreach.ops.types import KVView, Partial, RowRange, Rows, describe
 
 LONG = 256  # rows of a run from which these kernels are worth their set-up
+WIDEST = 128  # channels of a head that cuDNN takes in all its versions
 
 
 def sdpa_for(
@@ -20,10 +21,13 @@ def sdpa_for(
 ) -> str | None:
     """The implementation here that "auto" means for these arguments, None if it means none.
 
-    On a GPU this is cuDNN, for whole prompts and for the later chunks of one.
+    On a GPU whole prompts go to cuDNN. Later chunks go to attend's Triton kernel: cuDNN's is faster there, but builds a
+    plan for each number of cached tokens, whose time and memory are not known.
     """
     runs, name = rows.runs or (), "sdpa_cpu" if rows.q.device.type == "cpu" else "sdpa_cudnn"
     if not runs or min(run.rows for run in runs) < LONG:
+        return None
+    if name == "sdpa_cudnn" and (rows.q.shape[2] > WIDEST or any(run.first for run in runs)):
         return None
     return None if _refusal(rows, kv, selection, softcap, sink_logit, name) else name
 
@@ -36,6 +40,8 @@ def cudnn(
     It aligns the causal triangle with the first key, so a chunk attends twice, to the cached tokens and to its own.
     """
     refusal = _refusal(rows, kv, selection, softcap, sink_logit, "sdpa_cudnn")
+    if refusal is None and any(run.first == 1 for run in rows.runs or ()):
+        refusal = "sdpa_cudnn: cuDNN attends to no single key, and a run starts after one token; use impl='triton'"
     if refusal:
         raise Unsupported(refusal)
     kernel = torch.ops.aten._scaled_dot_product_cudnn_attention

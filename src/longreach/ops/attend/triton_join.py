@@ -44,7 +44,7 @@ def _read(result, row, h, d, heads, D: tl.constexpr):
 def _join(first, second, out, lse, heads, H2: tl.constexpr, D: tl.constexpr, D2: tl.constexpr):
     """Program: a row, all of its heads."""
     row = tl.program_id(0)
-    h, d = tl.arange(0, H2), tl.arange(0, D2)
+    h, d = tl.arange(0, H2).to(tl.int64), tl.arange(0, D2)
     a, a_lse = _read(first, row, h, d, heads, D)
     b, b_lse = _read(second, row, h, d, heads, D)
     high = tl.maximum(a_lse, b_lse)

@@ -20,7 +20,7 @@ def _slots(j, end, far, first, entries, BLOCK: tl.constexpr):
     return tl.where(far, entry * BLOCK + j % BLOCK, first + j)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "near", "capacity"])
 def attend(
     q, seq_of, pos_of, first_of, index, used, memory, out, lse, rows, scale, near, capacity, G: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, BN: tl.constexpr, LISTED: tl.constexpr,
@@ -109,8 +109,9 @@ def attend(
             slot = next_slot
             if PAGED:
                 page = next_page
-        whole = tl.where(total > 0, total, 1.0)
-        tl.store(lse + place, tl.where(total > 0, (peak + tl.log2(whole)) * LN2, float("-inf")), mask=there)
+        none = total == 0  # NaN is something
+        whole = tl.where(none, 1.0, total)
+        tl.store(lse + place, tl.where(none, float("-inf"), (peak + tl.log2(whole)) * LN2), mask=there)
         tl.store(out + place[:, None] * D + d[None, :], acc / whole[:, None], mask=there[:, None] & inside[None, :])
     else:
         tl.store(lse + place, tl.full((M,), float("-inf"), tl.float32), mask=there)
@@ -123,10 +124,10 @@ def _pieces(out, lse, w, at, count, s, number, d, D: tl.constexpr):
     x = tl.load(lse + place, mask=s < number, other=float("-inf"))
     part = tl.load(out + place[:, None] * D + d[None, :], mask=(s < number)[:, None] & (d < D)[None, :], other=0.0)
     x = tl.where(w == 0.0, float("-inf"), x)
-    return x, tl.where((x > float("-inf"))[:, None], part, 0.0)  # pieces without keys hold anything
+    return x, tl.where((x != float("-inf"))[:, None], part, 0.0)  # pieces without keys hold anything
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "count", "near", "pieces", "summaries"])
 def mix(
     keys, keys_lse, means, means_lse, weights, strides, out, lse, heads, count, near, pieces, summaries,
     LEVELS: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, S: tl.constexpr, S2: tl.constexpr,
@@ -145,18 +146,18 @@ def mix(
     at = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     from_weights = weights + at // heads * strides[0]
-    first, second, third, most = 0.0, 0.0, 0.0, 0.0
+    first, second, third, some = 0.0, 0.0, 0.0, 0
     for level in tl.static_range(LEVELS):
         w = tl.load(from_weights + level * strides[1]).to(tl.float32)
         w = tl.where(w < 0.0, 0.0, w)
-        most = tl.maximum(most, w)
+        some += (w != 0.0).to(tl.int32)
         if level == 0:
             first = w
         elif level == SECOND:
             second = w
         elif level == THIRD:
             third = w
-    first = tl.where(most == 0.0, 1.0, first)
+    first = tl.where(some == 0, 1.0, first)
     s = tl.arange(0, S)
     w = tl.where(s < near, first, third)
     x, part = _pieces(keys, keys_lse, w, at, count, s, pieces, d, D)
@@ -174,8 +175,9 @@ def mix(
         size2 = w2 * tl.exp2((x2 - top) * LOG2E)
         total += tl.sum(size2, 0)
         acc += tl.sum(size2[:, None] * part2, 0)
-    whole = tl.where(total > 0, total, 1.0)
+    none = total == 0  # NaN is something
+    whole = tl.where(none, 1.0, total)
     tl.store(out + at * D + d, acc / whole, mask=d < D)
-    tl.store(lse + at, tl.where(total > 0, top + tl.log(whole), float("-inf")))
+    tl.store(lse + at, tl.where(none, float("-inf"), top + tl.log(whole)))
     if CHAINED and not EARLY:
         gdc_launch_dependents()

@@ -89,8 +89,9 @@ def attend(
             peak = higher
             if PAGED:
                 page = next_page
-        whole = tl.where(total > 0, total, 1.0)
-        tl.store(lse + place, tl.where(total > 0, (peak + tl.log2(whole)) * LN2, float("-inf")), mask=there)
+        none = total == 0  # NaN is something
+        whole = tl.where(none, 1.0, total)
+        tl.store(lse + place, tl.where(none, float("-inf"), (peak + tl.log2(whole)) * LN2), mask=there)
         tl.store(out + place[:, None] * D + d[None, :], acc / whole[:, None], mask=there[:, None] & inside[None, :])
     else:
         tl.store(lse + place, tl.full((M,), float("-inf"), tl.float32), mask=there)

@@ -106,7 +106,8 @@ def route_fuse(
 
     k, v: float [R, G, D], before key norms and rotation. A sequence has at most one row.
     router: the second layer and gates; hidden [R, W] of these rows.
-    decay: float [G], logits of the decay, cut to [-limit, limit]; None: rate 1, the mean of all tokens so far.
+    decay: float [G], logits of the decay, cut to [-limit, limit]; None: rate 1, the mean of all tokens so far. Decay,
+        gates, and the second layer's weight and bias are parameters: no kernel right before may write them.
     seq: int [R], each row's sequence, in [0, B), in any order; negative for padding, which gives 0 and enters no state.
     pos: int [R], positions.
     memory: of the means, fp32 (fp64 for fp64) [S, E, G, 2 D]. Entries `before` of the sequences are read, entries

@@ -38,7 +38,7 @@ def route_fuse(
     width = 1 if router.hidden is None else router.hidden.shape[1]
     layer = tuple((router.gate if x is None else x).contiguous() for x in (router.hidden, router.weight, router.bias))
     means = (memory.mean, memory.weight, *(x.contiguous() for x in (memory.slots, memory.before, memory.after)))
-    launch: dict[str, Any] = {"launch_pdl": True} if CHAINED else {}
+    chained = _chained(*learnt)
     wide = triton.next_power_of_2(width)
     with torch.cuda.device_of(k):
         kernels.route_fuse[(programs, heads)](
@@ -46,7 +46,7 @@ def route_fuse(
             router.gate if decay is None else decay.contiguous(), means, seq.contiguous(), pos.contiguous(),
             rows, sequences, memory.mean.shape[1], LIMIT=limit, FORGETS=decay is not None,
             ROUTED=router.hidden is not None, HARD=router.hard, D=dim, D2=triton.next_power_of_2(dim), W=width, W2=wide,
-            CHAINED=CHAINED, num_warps=min(8, max(1, wide // 256)), **launch,
+            num_warps=min(8, max(1, wide // 256)), **chained,
         )  # fmt: skip
     return mixed_k, mixed_v, weights
 
@@ -60,13 +60,19 @@ def first_layer(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if not len(x):
         return out
     block = min(CHANNELS, max(16, triton.next_power_of_2(x.shape[1])))
-    launch: dict[str, Any] = {"launch_pdl": True} if CHAINED else {}
+    chained = _chained(*given[2:])
     with torch.cuda.device_of(x):
         kernels.first_layer[(len(weight), len(x))](
             x, weight, weight.stride(0), weight if bias is None else bias.contiguous(), out, BIASED=bias is not None,
-            K=x.shape[1], BK=block, CHAINED=CHAINED, num_warps=max(1, min(4, block // 256)), **launch,
+            K=x.shape[1], BK=block, num_warps=max(1, min(4, block // 256)), **chained,
         )  # fmt: skip
     return out
+
+
+def _chained(*parameters: Tensor) -> dict[str, Any]:
+    """Options of a kernel that reads these before it waits for the one before, unless that one makes copies of them."""
+    early = CHAINED and all(x.is_contiguous() for x in parameters)
+    return {"CHAINED": True, "launch_pdl": True} if early else {"CHAINED": False}
 
 
 def refuse(k: Tensor, *learnt: Tensor) -> None:

@@ -46,7 +46,7 @@ def first_layer(
     tl.store(out + row * tl.num_programs(0) + n, (tl.sum(acc, 0) + bias).to(out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sequences", "entries"])
 def route_fuse(
     k, v, mixed_k, mixed_v, weights, gate, layer, decay, memory, seq_of, pos_of, rows, sequences, entries,
     LIMIT: tl.constexpr, FORGETS: tl.constexpr, ROUTED: tl.constexpr, HARD: tl.constexpr, D: tl.constexpr,
@@ -64,6 +64,7 @@ def route_fuse(
     if FORGETS:
         logit = tl.load(decay + g).to(tl.float32)
         rate = tl.sigmoid(tl.minimum(tl.maximum(logit, -LIMIT), LIMIT))
+        rate = tl.where(logit == logit, rate, logit)  # NaN stays
     if ROUTED:
         down_1 = tl.load(layer[1] + j, mask=inside, other=0.0)
         down_2 = tl.load(layer[1] + W + j, mask=inside, other=0.0)

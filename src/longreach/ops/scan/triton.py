@@ -65,7 +65,7 @@ def _few(x: Tensor, decay: Tensor | None, seq: Tensor, pos: Tensor, carry: ScanC
     if max(rows, sequences):
         rate = carry.weight if decay is None else decay.contiguous()
         with torch.cuda.device_of(x):
-            kernels.few[(heads, triton.cdiv(dim, _channels(x)), max(rows, sequences))](
+            kernels.few[(max(rows, sequences), triton.cdiv(dim, _channels(x)), heads)](
                 x, *x.stride()[:2], rate, seq, pos, before, y, ended, rows, sequences, heads,
                 FORGETS=decay is not None, D=dim, BD=_channels(x), R2=triton.next_power_of_2(max(rows, 1)), num_warps=1,
             )  # fmt: skip

@@ -76,14 +76,14 @@ def runs(seq, pos, source, last, first, stop, rows, sequences, C: tl.constexpr):
     tl.store(stop + n, tl.associative_scan(tl.where(ends, i, C), 0, _smaller, reverse=True), mask=there)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "sequences"])
 def few(
     x, row_stride, head_stride, rate_of, seq, pos, carry, y, ended, rows, sequences, heads,
     FORGETS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, R2: tl.constexpr,
 ):  # fmt: skip
-    """Program (KV head, channels, n): y of sequence n's rows, one after another, and the state after them. Where row n
+    """Program (n, channels, KV head): y of sequence n's rows, one after another, and the state after them. Where row n
     is padding: zeros in y. R2: a power of two, at least `rows`."""
-    g, n = tl.program_id(0), tl.program_id(2)
+    n, g = tl.program_id(0), tl.program_id(2)
     d, some = _channels(D, BD)
     i = tl.arange(0, R2)
     own, _ = _sequence(seq, i, rows, sequences)

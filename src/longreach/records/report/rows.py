@@ -53,7 +53,7 @@ class Row:
 
     def pairs(self, label: str, dense: str, numbers: Collection[int] | None = None) -> list[tuple[float, float]]:
         """(score, dense's) of each prompt that both answered, means over its draws. numbers: of these prompts."""
-        mine, theirs = _by_prompt(self.result(label)), _by_prompt(self.result(dense))
+        mine, theirs = by_prompt(self.result(label)), by_prompt(self.result(dense))
         both = [n for n in mine if n in theirs and (numbers is None or n in numbers)]
         return [(mine[n], theirs[n]) for n in both]
 
@@ -172,7 +172,8 @@ def paired(pairs: Sequence[tuple[float, float]]) -> Mark:
     return "worse" if wins < losses and sum(apart) < 0 else "better" if losses < wins and sum(apart) > 0 else ""
 
 
-def _by_prompt(result: dict[str, Any]) -> dict[int, float]:
+def by_prompt(result: dict[str, Any]) -> dict[int, float]:
+    """Number of a prompt -> the score of its answer, the mean over draws."""
     draws: dict[int, list[float]] = {}
     for a in result["answers"]:
         draws.setdefault(a["number"], []).append(a["score"])
