@@ -277,6 +277,11 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path, monkeypatch: pytes
         with pytest.raises(InvalidInput, match="cannot read"):
             session.load_cache(tmp_path)
 
+        with monkeypatch.context() as patched:  # as for a user who is not root
+            patched.setattr(os, "access", lambda path, mode: False)
+            with pytest.raises(InvalidInput, match="its folder cannot be written; choose another file"):
+                cache.save(tmp_path / "other")
+
         def full(fd: int) -> None:
             raise OSError(28, "No space left on device")
 
@@ -306,7 +311,7 @@ def test_files_that_cannot_be_read_or_written(tmp_path: Path, monkeypatch: pytes
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
-    with pytest.raises(InvalidInput, match="Permission denied"):
+    with pytest.raises(InvalidInput, match="its folder cannot be written"):
         saved(folder / "cache")
 
 
