@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -38,17 +37,20 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.hybrid import attention_layers, is_hybrid, numbered
 from longreach.adapters.transformers.mask import Mask
+from longreach.adapters.transformers.memory_notes import MemoryNotes
 from longreach.adapters.transformers.oom import memory_errors, stream_captures
 from longreach.adapters.transformers.options import refuse_options
 from longreach.adapters.transformers.padding import real_tokens
+from longreach.adapters.transformers.recurrent import recurrent_pass
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
-from longreach.adapters.transformers.step import ModelFacts, PassCache, Step, current, entered, plain_append
-from longreach.cache import CacheConfig, MemoryUse
-from longreach.cache.host import gib
+from longreach.adapters.transformers.step import ModelFacts, Step, current, entered, plain_append
+from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
+from longreach.methods.call import ModelShape
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
 from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
@@ -128,6 +130,18 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel, *methods: Att
     check_model(model, decoder, rotary=rotary, frequencies=frequencies)
 
 
+def _facts(model: PreTrainedModel, decoder: PreTrainedModel, shape: ModelShape, windows: dict[int, int]) -> ModelFacts:
+    config = text_config(model)
+    types, layers = getattr(config, "layer_types", None), attention_layers(config)
+    return ModelFacts(
+        shape,
+        windows,
+        decoder=decoder,
+        layer_types=None if types is None else tuple(types[n] for n in layers),
+        numbers={layer: n for n, layer in enumerate(layers)} if is_hybrid(config) else None,
+    )
+
+
 class Session:
     """A model with methods attached, as `attach` returns it. `close`, or leaving `with`, restores the model."""
 
@@ -171,16 +185,11 @@ class Session:
         self._padding: Any = None  # the attention mask that the model was given, while it runs
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
-        types = getattr(text_config(model), "layer_types", None)
         self._axes = "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {})
-        self.facts = ModelFacts(
-            self._shape, windows, decoder=decoder, layer_types=None if types is None else tuple(types)
-        )
+        self.facts = _facts(model, decoder, self._shape, windows)
         self.observers = (decode,) if decode.observes_prompt else ()
         self._decodes: tuple[AttentionMethod, ...] = (decode,)  # the decode methods that the session was given
-        self._memory: MemoryUse | None = None  # of the last pass over a cache with layers in host memory
-        self._warned: set[AttentionMethod] = set()  # of reading host memory whole
-        self._idle: set[AttentionMethod] = set()  # for which the CPU, asked to attend, had nothing to do
+        self.memory = MemoryNotes(self)
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: PhaseTracker | None = None
@@ -274,10 +283,11 @@ class Session:
                 f"report: {method!r} did not observe all prompts that were read, so the bytes it would have read are "
                 f"unknown; name it before prompts are read (attach, or session.prepare)"
             )
-        report, memory = self.ledger.report(method), self._memory
+        report, memory = self.ledger.report(method), self.memory.use
         if memory is not None:
             memory = replace(memory, cpu_layers=report.computed_by("cpu", memory.host_layers))
-        return replace(report, memory=memory, plans=self._plans.reports(), plain_reason=self.plain_reason)
+        whole = replace(report, memory=memory, plans=self._plans.reports(), plain_reason=self.plain_reason)
+        return numbered(whole, attention_layers(text_config(self.model)))
 
     def reset_report(self) -> None:
         """Start counting from zero. A pass that is running is counted whole when it ends."""
@@ -348,7 +358,8 @@ class Session:
         check_host(kept, self.evict)
         check_host_attend(kept, self.model.device, self.impl)
         resident = self.resident_layers() if kept.host else ()
-        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident)
+        theirs = DynamicCache(config=text_config(self.model)).layers if self.facts.hybrid else None
+        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident, theirs)
 
     def static_cache(self, batch: int, columns: int) -> LongreachCache:
         """An empty cache that the session keeps for this batch, with room for the columns."""
@@ -369,45 +380,6 @@ class Session:
         that a decode method of the session reads whole. Methods that read all layers whole name none."""
         whole = (frozenset(method.whole_layers(self._shape, self.model.dtype)) for method in self._decodes)
         return frozenset(self.facts.cache_windows).union(*(some for some in whole if len(some) < self._layers))
-
-    def note_memory(self, cache: PassCache, *, decoding: bool) -> None:
-        """Note where keys and values lie, for the report. Warns once if the decode method reads host layers whole."""
-        if not cache.kv.config.host:
-            return
-        use, before = cache.kv.memory_use, self._memory
-        if not decoding and before is not None:  # a prompt is read as ever: the report keeps the last step's choice
-            use = replace(use, attend=before.attend)
-        self._memory = use
-        if not decoding:
-            return
-        missing = self.decode.reads_whole_on_miss
-        whole = range(self._layers) if missing else self.decode.whole_layers(self._shape, self.model.dtype)
-        slow = set(whole).intersection(use.host_layers).difference(self.facts.cache_windows)
-        if slow and self.decode not in self._warned:
-            self._warned.add(self.decode)
-            warnings.warn(
-                f"{self.decode.name} reads {len(slow)} layers whole at each step"
-                f"{' in which it finds nothing to reuse' if missing else ''}, and their keys and values lie in host "
-                f"memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each new "
-                f"token. Raise CacheConfig(device_bytes=...) (--device-memory), or decode with a method that reads "
-                f"fewer keys",
-                stacklevel=2,
-            )
-
-    def note_calls(self, cache: LongreachCache) -> None:
-        """After an answer, note the memory that attention on the CPU took. Warns once if it was asked for in vain."""
-        kv = cache.kv
-        if self._memory is None or kv.attend.by != "cpu" or not kv.in_host:
-            return
-        self._memory = replace(self._memory, calls_bytes=kv.calls.nbytes)
-        idle = not self.ledger.computed_by("cpu", kv.in_host)
-        if idle and kv.config.host_attend == "cpu" and self.decode not in self._idle:
-            self._idle.add(self.decode)
-            warnings.warn(
-                f"host_attend='cpu' (--host-attend) has no effect: {self.decode.name} reads keys in host memory by ops "
-                f"that the CPU does not compute, so the GPU reads them over the link",
-                stacklevel=2,
-            )
 
     # the forward pass
 
@@ -440,7 +412,7 @@ class Session:
                 check_pass(self._decoder, given)
                 step = self._begin(given)
                 try:
-                    with entered(step):
+                    with entered(step), recurrent_pass(step):
                         output = forward(**given)
                     self._commit(step)
                 except BaseException:
@@ -525,7 +497,7 @@ class Session:
             return
         if step.cache is not None:
             step.cache.commit(step)
-            self.note_memory(step.cache, decoding=step.layers.segments[0].phase == "decode")
+            self.memory.note(step.cache, decoding=step.layers.segments[0].phase == "decode")
         self.ledger.commit()
 
     def _cache(self, given: dict[str, Any], batch: int) -> LongreachCache | None:
@@ -555,7 +527,8 @@ class Session:
             pair = kwargs.get("position_embeddings")
             if probing() or pair is None:
                 return
-            layer, step = int(module.layer_idx), current()  # type: ignore[arg-type]
+            step = current()
+            layer = step.facts.layer(int(module.layer_idx))  # type: ignore[arg-type]
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 step.facts.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
                 return
