@@ -11,11 +11,21 @@ from torch import nn
 from transformers import AutoConfig
 
 import longreach
-from longreach import CacheConfig, attach
+from longreach import CacheConfig, Chat, attach
 from longreach.adapters.transformers import LongreachCache, inspect_model
 from longreach.errors import InvalidInput, LongreachError, Unsupported
 from longreach.methods.registry import METHODS
-from longreach.testing.tiny import HYBRIDS, PAD_ID, SHAPE, from_config, random_tokens, save_tiny, tiny_model
+from longreach.testing.tiny import (
+    EOS_ID,
+    HYBRIDS,
+    PAD_ID,
+    SHAPE,
+    from_config,
+    random_tokens,
+    save_tiny,
+    tiny_model,
+    tiny_tokenizer,
+)  # fmt: skip
 from tests.adapters.transformers.reference import (
     assert_same_answer,
     eager_batch,
@@ -76,10 +86,8 @@ def test_prompt_in_chunks(family: str) -> None:
             with pytest.raises(Unsupported, match="takes no recurrent_states in a pass of several tokens"):
                 generate(model, prompt(), prefill_chunk_size=7)
             return
-        one, batch = (
-            generate(model, prompt(), prefill_chunk_size=7),
-            generate(model, tokens, mask, prefill_chunk_size=13),
-        )
+        one = generate(model, prompt(), prefill_chunk_size=7)
+        batch = generate(model, tokens, mask, prefill_chunk_size=13)
     assert torch.equal(one.tokens, eager_one(family).answer.tokens)
     assert torch.equal(batch.tokens, eager_batch(family).answer.tokens)
 
@@ -126,6 +134,7 @@ def test_decode_methods(family: str, method: str) -> None:
 def test_check_says_what_attach_does(family: str, tmp_path: Any) -> None:
     found = inspect_model(save_tiny(tmp_path, family))
     assert found.refused is None and found.shape is not None and found.shape.layers == 2
+    assert found.recurrent == (2 if family != "nemotron_h" else 1)
     for method, reason in found.methods.items():
         try:
             attach(model_of(family), decode=method).close()
@@ -281,11 +290,48 @@ def test_a_padded_batch_is_cropped_as_a_whole() -> None:
         assert torch.equal(got, want)
 
 
-def test_eviction_leaves_the_state() -> None:
-    model = model_of("bamba")
-    with attach(model, evict="snapkv budget=8 window=4") as session:
-        got = generate(model, prompt(), steps=8)
-        assert session.static_caches == {} and got.tokens.shape == (1, 8)
+@pytest.mark.parametrize("family", ["bamba", "falcon_h1"])
+def test_eviction_leaves_the_state(family: str) -> None:
+    """In the layers that attend keys go; with all of them kept the answer is the dense one."""
+    model, want = model_of(family), eager_one(family).answer.tokens
+    with attach(model, evict="snapkv capacity=40 window=4"):
+        assert torch.equal(generate(model, prompt()).tokens, want)
+    with attach(model, evict="snapkv capacity=16 window=4") as session:
+        cache = session.new_cache()
+        generate(model, prompt(), steps=8, past_key_values=cache)
+        assert cache.kv.lengths == [47] and cache.kv.slots_in_use(0) == [16 + 7] and cache.kv.slots_in_use(1) == [23]
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1"])
+def test_plans_are_made_of_a_prompt(family: str) -> None:
+    """The residual stream is noted by the numbers of layers that attend."""
+    model = model_of(family)
+    with attach(model, decode="kascade") as session:
+        generate(model, random_tokens(1, 2100), steps=4)
+        (plan,) = session.report().plans
+        assert plan.source == "prompt" and plan.file is not None, plan
+
+
+def test_host_memory_is_reported_by_the_layers_of_the_model() -> None:
+    model = model_of("qwen3_next")
+    with attach(model, cache=CacheConfig(host=True)) as session:
+        generate(model, prompt(), steps=4)
+        memory = session.report().memory
+        assert memory is not None and memory.host_layers == (1, 3)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_conversations(family: str) -> None:
+    """A second turn goes on from the state of the first, or reads all again where the state cannot go on."""
+    model, tokenizer = model_of(family), tiny_tokenizer(chat=True)
+    with attach(model) as session:
+        chat = Chat(session, tokenizer)
+        for number, turn in enumerate(("What is the code?", "And the second one?")):
+            ids = torch.tensor([chat._tokens([*chat.messages, {"role": "user", "content": turn}])])
+            want = longreach.generate(session, ids, max_new_tokens=9, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+            reply = chat.ask(turn, max_new_tokens=9, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+            assert torch.equal(reply.made.tokens, want.tokens)
+            assert reply.reused_tokens == 0 or (number and family not in FORGETFUL)
 
 
 # what is refused
@@ -355,6 +401,15 @@ def test_models_whose_state_the_cache_cannot_hold(kind: str, tmp_path: Any) -> N
         attach(from_config(config))
     config.save_pretrained(tmp_path)
     assert inspect_model(tmp_path).refused == str(refusal.value)
+
+
+def test_a_hybrid_without_rotation_is_refused_by_methods_that_need_it() -> None:
+    """The config of Granite 4 has parameters of a rotation that its default lacks."""
+    model = tiny_model("granitemoehybrid", position_embedding_type="nope")
+    with pytest.raises(Unsupported, match="has no rotary embedding, and a method needs queries before rotation"):
+        attach(model, decode="mac")
+    with attach(model, decode="quest"):
+        model(prompt())
 
 
 def test_a_layer_that_attends_against_its_config_is_refused() -> None:

@@ -179,7 +179,8 @@ class Session:
         IMPLEMENTATIONS.check(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
-        self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)
+        # called after each layer that attends, with (phase, call, outcome); call.layer is its number among these
+        self.on_layer: LayerHook | None = None
         self.next_step: Step | None = None  # the next pass, if the decode loop or fusion has made it
         self.next_loop: Any = None  # the loop over tokens of the next generate, if longreach.generate has made it
         self._padding: Any = None  # the attention mask that the model was given, while it runs

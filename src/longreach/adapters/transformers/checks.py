@@ -20,6 +20,7 @@ from longreach.adapters.transformers.hybrid import (
     attention_layers,
     check_hybrid,
     is_hybrid,
+    rotates,
 )
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
@@ -170,10 +171,11 @@ def check_model(
         raise Unsupported(f"{name} shares keys and values between layers, which longreach does not implement")
     if config.output_attentions:
         raise Unsupported(f"{name}'s config sets output_attentions; longreach never holds attention weights")
-    if rotary and getattr(config, "rope_parameters", None) is None:
+    rotated = getattr(config, "rope_parameters", None) is not None and (not hybrid or rotates(decoder))
+    if rotary and not rotated:
         raise Unsupported(f"{name} has no rotary embedding, and a method needs queries before rotation")
     if frequencies:
-        if getattr(config, "rope_parameters", None) is None:
+        if not rotated:
             raise Unsupported(f"{name} has no rotary embedding, and a method needs its frequencies")
         check_frequencies(name, decoder, config)
     if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):

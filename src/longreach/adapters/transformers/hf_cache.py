@@ -20,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from longreach.adapters.transformers.oom import memory_errors
-from longreach.adapters.transformers.recurrent import RecurrentState, state_of
+from longreach.adapters.transformers.recurrent import RecurrentState
 from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, HostAttend, KVCache
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
@@ -141,8 +141,8 @@ class LongreachCache(Cache):
         keeping = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
         self.recurrent: RecurrentState | None = None  # of a hybrid model's layers
         if keeping:
-            made = self.states.of_model("recurrent layers", lambda: RecurrentState(keeping, batch))
-            self.recurrent = state_of(made)
+            self.recurrent = state = RecurrentState(keeping, batch)
+            self.states.of_model("recurrent layers", lambda: state)
         self.kv = KVCache(layers, batch, config, device, self.states, resident)
         self.resident = frozenset(resident)
         self.batch, self.owner = batch, owner

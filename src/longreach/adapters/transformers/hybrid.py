@@ -53,6 +53,11 @@ def numbered(report: Report, layers: tuple[int, ...]) -> Report:
     return replace(report, layers=rows, memory=memory)
 
 
+def recurrent_layers(config: Any) -> tuple[int, ...]:
+    """Numbers of the model's layers that keep a recurrent state, ascending."""
+    return tuple(n for n, kind in enumerate(layer_types(config)) if kind in (*STATE, *BOTH))
+
+
 def attends_by_interface(decoder: nn.Module) -> bool:
     """Whether all attention modules of a decoder take their attention from transformers' interface."""
     modules = attention_modules(decoder)
@@ -61,13 +66,17 @@ def attends_by_interface(decoder: nn.Module) -> bool:
     )
 
 
+def rotates(decoder: nn.Module) -> bool:
+    """Whether a decoder has a rotary module: the config of a hybrid model has parameters of one it may not have."""
+    return any("Rotary" in type(module).__name__ for module in decoder.modules())
+
+
 def check_hybrid(name: str, decoder: nn.Module, config: Any) -> None:
     """Raise Unsupported for a hybrid model whose state longreach's cache cannot hold, or whose layers do not attend."""
-    types, attending = layer_types(config), attention_layers(config)
+    attending = attention_layers(config)
     if not attending:
         raise Unsupported(f"{name} has no layers with attention, so there is nothing for longreach to attach to")
-    wanted = [n for n, kind in enumerate(types) if kind in (*STATE, *BOTH)]
-    if _numbers(module for module in decoder.modules() if keeps_state(type(module))) != wanted:
+    if _numbers(m for m in decoder.modules() if keeps_state(type(m))) != list(recurrent_layers(config)):
         raise Unsupported(
             f"{name} has recurrent layers that keep their state outside transformers' cache layers, so longreach's "
             f"cache does not hold it"

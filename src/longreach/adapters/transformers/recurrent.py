@@ -17,8 +17,7 @@ from torch import Tensor
 
 from longreach.adapters.transformers.continuation import check_continued, why_not_continued
 from longreach.adapters.transformers.step import ModelFacts, Step
-from longreach.cache import SequenceState
-from longreach.errors import InvalidInput, Unsupported
+from longreach.errors import Unsupported
 from longreach.ops.types import KVView
 
 Fields = dict[str, Any]
@@ -71,16 +70,16 @@ class RecurrentState:
     def _check_padding(self, real: Tensor | None, width: int) -> None:
         if real is None:
             return
-        if width == 1:
-            raise Unsupported(
-                "attention_mask: a pass of one column with padding in it: recurrent layers take no mask then, and the "
-                "padding would enter their state; read more columns in a pass (prefill_chunk_size)"
-            )
         begun = torch.tensor(self._lengths, device=real.device)[:, None] > 0
         if bool((~real & (begun | (real.cumsum(1) > 0))).any()):
             raise Unsupported(
                 "attention_mask: a sequence has padding after its first token, and recurrent layers would take it for "
                 "a token; pad on the left, or read such sequences one by one"
+            )
+        if width == 1 and not bool(real.all()):
+            raise Unsupported(
+                "attention_mask: a pass of one column with padding in it: recurrent layers take no mask then, and the "
+                "padding would enter their state; read more columns in a pass (prefill_chunk_size)"
             )
 
     # with the sequences
@@ -206,6 +205,11 @@ def recurrent_pass(step: Step) -> Iterator[None]:
     state.commit(step.append.added)
 
 
+def continues(facts: ModelFacts) -> bool:
+    """Whether a pass of several tokens may follow another one."""
+    return not facts.hybrid or _continued(facts) is None
+
+
 def _continued(facts: ModelFacts) -> str | None:
     """Why a pass of several tokens cannot follow another one, else None."""
     if not facts.continued:
@@ -224,10 +228,3 @@ def _check_no_cache(step: Step) -> None:
         raise Unsupported(
             "attention_mask: padding between the tokens of a sequence, which recurrent layers would take for tokens"
         )
-
-
-def state_of(state: SequenceState) -> RecurrentState:
-    """The state, which is known to be one of recurrent layers."""
-    if not isinstance(state, RecurrentState):
-        raise InvalidInput("expected the state of recurrent layers")
-    return state
