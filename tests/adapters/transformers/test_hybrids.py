@@ -12,7 +12,7 @@ from transformers import AutoConfig
 
 import longreach
 from longreach import CacheConfig, Chat, attach
-from longreach.adapters.transformers import LongreachCache, inspect_model
+from longreach.adapters.transformers import Answer, BatchReader, LongreachCache, Reader, inspect_model
 from longreach.errors import InvalidInput, LongreachError, Unsupported
 from longreach.methods.registry import METHODS
 from longreach.testing.tiny import (
@@ -332,6 +332,24 @@ def test_conversations(family: str) -> None:
             reply = chat.ask(turn, max_new_tokens=9, eos_token_id=EOS_ID, pad_token_id=PAD_ID)
             assert torch.equal(reply.made.tokens, want.tokens)
             assert reply.reused_tokens == 0 or (number and family not in FORGETFUL)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "jamba"])
+def test_questions_after_a_prompt(family: str) -> None:
+    """Answers are rolled back, and the prompt is read in passes that the layers can take."""
+    model, document, questions = model_of(family), prompt()[0].tolist(), random_tokens(2, 5, seed=6).tolist()
+    with attach(model) as session:
+        reader = Reader(session, chunk=16)
+        reader.read(document)
+        for question in (*questions, questions[0]):
+            got = list(reader.ask(question, 8, (), Answer()))
+            text = torch.tensor([[*document, *question]])
+            assert got == longreach.generate(session, text, max_new_tokens=8).tokens[0].tolist()
+        batch = BatchReader(session, chunk=16)
+        logits = batch.read([document, questions[0]])
+        for row, tokens in zip(logits, (document, questions[0]), strict=True):
+            alone = model(torch.tensor([tokens]), use_cache=False).logits[0, -1]
+            torch.testing.assert_close(row, alone, rtol=1e-4, atol=1e-3)
 
 
 # what is refused

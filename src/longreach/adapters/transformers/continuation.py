@@ -38,7 +38,7 @@ def check_continued(reason: str | None) -> None:
     if reason is not None:
         raise Unsupported(
             f"{reason}, so it would forget the tokens before: read each text whole, in one pass into an empty cache "
-            f"(no prefill_chunk_size, no second prompt in the same cache)"
+            f"(no prefill_chunk_size, no second prompt in the same cache), or what follows one token at a time"
         )
 
 

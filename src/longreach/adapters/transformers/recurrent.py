@@ -210,6 +210,16 @@ def continues(facts: ModelFacts) -> bool:
     return not facts.hybrid or _continued(facts) is None
 
 
+def pass_size(facts: ModelFacts, held: int, chunk: int, tokens: int) -> int:
+    """Tokens per pass for reading `tokens` into a cache that holds `held` columns. chunk: as the caller wants it.
+
+    Layers that take no state in a pass of several tokens get a prompt whole, and what follows token by token.
+    """
+    if continues(facts):
+        return chunk
+    return 1 if held else tokens
+
+
 def _continued(facts: ModelFacts) -> str | None:
     """Why a pass of several tokens cannot follow another one, else None."""
     if not facts.continued:
