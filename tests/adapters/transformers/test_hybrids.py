@@ -113,6 +113,7 @@ def test_longreach_generate(family: str) -> None:
         generate(model, prompt())
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", ["qwen3_next", "falcon_h1", "jamba"])
 @pytest.mark.parametrize("method", METHODS)
 def test_decode_methods(family: str, method: str) -> None:
@@ -241,6 +242,7 @@ def _refused_crop(model: Any, cache: LongreachCache) -> None:
     assert cache.columns == 40 and cache.can_drop(40)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("family", STATEFUL)
 @pytest.mark.parametrize(
     "change",
