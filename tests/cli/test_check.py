@@ -20,6 +20,14 @@ def test_a_model_that_works(longreach: Any, tmp_path: Path) -> None:
     assert all(f"{n}K" in words for n in (8, 32, 128)) and "beyond the model's context" in words
 
 
+def test_a_hybrid_model(longreach: Any, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "qwen3_next")
+    result = longreach("check", tmp_path / "model")
+    words = " ".join(result.out.split())
+    assert result.code == 0 and "longreach works with Qwen3NextForCausalLM" in words
+    assert "2 layers of full attention; 2 layers with a recurrent state, which transformers computes" in words
+
+
 def test_the_shipped_model(longreach: Any) -> None:
     result = longreach("check", "mini")
     words = " ".join(result.out.split())

@@ -242,7 +242,7 @@ def _longreach(
     most: Rounding, graph: GraphOption = None,
 ) -> dict[str, Any]:  # fmt: skip
     """longreach.generate. method: None for dense. After the run its first steps are repeated, and these are checked."""
-    from longreach.adapters.transformers import attach
+    from longreach.adapters.transformers import attach, shape_of
     from longreach.adapters.transformers.loop import generate
 
     found, captured = list[Tensor](), list[str | None]()
@@ -282,7 +282,7 @@ def _longreach(
             eager = bench.observed_step(session, decoder, first, layers)
             verdict = judge_method(
                 f"{case.name}: {method.name}", layers, eager, captured_logits, most.logits / 2,
-                model.config.num_hidden_layers, steady=method.name not in UNSTEADY,
+                shape_of(model).layers, steady=method.name not in UNSTEADY,
             )  # fmt: skip
             checked = {"error": verdict.error, "error_bound": verdict.error_bound}
     settings = {"impl": "auto", "captured": captured[-1]}

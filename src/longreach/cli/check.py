@@ -51,6 +51,8 @@ def _show(found: ModelFit) -> None:
         kinds.append(
             f"{len(found.windows)} layers with a sliding window of {sizes} tokens, which is attended to exactly"
         )
+    if found.recurrent:
+        kinds.append(f"{found.recurrent} layers with a recurrent state, which transformers computes")
     out.print(f"longreach works with {found.name} ({_count(found.parameters)} parameters).")
     out.print(f"{'; '.join(kinds)}; {shape.query_heads} query and {shape.kv_heads} KV heads of {shape.head_dim}")
     out.print()
@@ -66,7 +68,8 @@ def _show(found: ModelFit) -> None:
         beyond = " (beyond the model's context)" if found.limit is not None and tokens > found.limit else ""
         memory.add_row(f"{tokens // 1024}K", f"{_size(found.kv_bytes(tokens))}{beyond}")
     out.print(memory)
-    out.print("State that a method keeps takes memory in addition.")
+    more = " and of recurrent layers" if found.recurrent else ""
+    out.print(f"State of methods{more} takes memory in addition.")
 
 
 def _size(count: int) -> str:

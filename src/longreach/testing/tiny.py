@@ -98,14 +98,76 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_DELTA: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+_MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+}
+_SHARED: dict[str, Any] = {"num_experts": 4, **_EXPERTS, "shared_expert_intermediate_size": 32}
+_CONV: dict[str, Any] = {"layer_types": ["conv", "full_attention"] * 2}
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # of 4 layers, 2 of which attend (all in falcon_h1)
+    "lfm2": ("lfm2", _CONV),
+    "lfm2_moe": ("lfm2_moe", {**_CONV, "num_experts": 4, **_EXPERTS, "num_dense_layers": 1}),
+    "qwen3_next": ("qwen3_next", {**_DELTA, **_SHARED}),
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_DELTA, **_SHARED}),
+    "jamba": (
+        "jamba",
+        {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "num_experts": 2,
+            "num_experts_per_tok": 1,
+            "mamba_d_state": 8,
+            "mamba_dt_rank": 8,
+        },
+    ),
+    "bamba": ("bamba", {"attn_layer_indices": [1, 3], **_MAMBA}),
+    "falcon_h1": ("falcon_h1", {**_MAMBA, "mamba_d_ssm": 128, "num_hidden_layers": 2}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {
+            "layer_types": ["mamba", "attention"] * 2,
+            **_MAMBA,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 32,
+            "position_embedding_type": "rope",
+        },
+    ),
+    "olmo_hybrid": ("olmo_hybrid", {**_DELTA, "linear_num_value_heads": 2, "linear_value_head_dim": 32}),
+    "nemotron_h": (
+        "nemotron_h",
+        {
+            "layers_block_type": ["mamba", "attention", "mlp", "attention"],
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 16,
+            "ssm_state_size": 16,
+            "n_groups": 1,
+        },
+    ),
+}
+
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
-    """A tiny fp32 model in eval mode: 2 layers, 4 query and 2 KV heads of 16 channels, no end-of-text token.
+    """A tiny fp32 model in eval mode: 2 attention layers, 4 query and 2 KV heads of 16 channels, no end-of-text token.
 
-    family: one of FAMILIES; overrides: fields of the model's configuration.
+    family: one of FAMILIES or HYBRIDS; overrides: fields of the model's configuration.
     """
-    kind, fields = FAMILIES[family]
-    return from_config(AutoConfig.for_model(kind, **{**SHAPE, **fields, **overrides}), seed=seed)
+    kind, fields = FAMILIES[family] if family in FAMILIES else HYBRIDS[family]
+    shape = SHAPE if family in FAMILIES else {**SHAPE, "num_hidden_layers": 4}
+    return from_config(AutoConfig.for_model(kind, **{**shape, **fields, **overrides}), seed=seed)
 
 
 def from_config(config: Any, *, seed: int = 0, auto: Any = AutoModelForCausalLM) -> PreTrainedModel:

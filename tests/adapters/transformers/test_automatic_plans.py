@@ -241,7 +241,7 @@ def test_plans_of_other_weights_are_not_used(model: Any, prompt: Tensor, tmp_pat
 
 
 def test_weights_without_a_fingerprint(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(model: Any) -> None:
+    def refuse(model: Any, **options: Any) -> None:
         raise Unsupported("an adapter that is not merged")
 
     monkeypatch.setattr(automatic_plans, "fingerprint", refuse)

@@ -35,7 +35,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "DeepSeek-V2": ("deepseek_v2", LATENT, "DeepseekV2ForCausalLM.*MLA"),
     "DeepSeek-V3": ("deepseek_v3", LATENT, "DeepseekV3ForCausalLM.*MLA"),
     "Llama-4": ("llama4_text", {**SMALL, "intermediate_size_mlp": 96, "num_local_experts": 2}, "chunked_attention"),
-    "LFM2": ("lfm2", {**SMALL, "layer_types": ["conv", "full_attention"]}, "layers of type conv"),
     "Mamba": ("mamba", {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2}, "MambaForCausalLM.*interface"),
 }  # fmt: skip
 

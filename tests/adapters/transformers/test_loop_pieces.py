@@ -130,7 +130,7 @@ def test_no_garbage_is_collected_while_a_step_is_recorded() -> None:
 def test_how_a_step_is_captured(graph: Any, declared: str, hooked: bool, captured: str | None, why: str | None) -> None:
     session: Any = SimpleNamespace(
         model=SimpleNamespace(device=torch.device("cuda")), on_layer=print if hooked else None,
-        decode=SimpleNamespace(capture=declared, name="some method"),
+        decode=SimpleNamespace(capture=declared, name="some method"), facts=SimpleNamespace(hybrid=False),
     )  # fmt: skip
     how, reason = capture_for(session, graph)
     assert how == captured and (reason is None if why is None else why in str(reason))

@@ -12,7 +12,7 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 
 from longreach import attach, generate
 from longreach.errors import Unsupported
-from longreach.testing.tiny import SHAPE, WINDOW, from_config
+from longreach.testing.tiny import HYBRIDS, SHAPE, WINDOW, from_config
 from tests.adapters.transformers.reference import padded_batch, prompt
 
 NEW = 64
@@ -24,6 +24,13 @@ IMAGES = {"image_token_id": 260, "video_token_id": 261, "vision_start_token_id":
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", AXES, {**VISION, "fullatt_block_indexes": [0]}, IMAGES),
     "qwen3_vl": ("Qwen3VL", AXES, {**VISION, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}, IMAGES),
+    "qwen3_5": (
+        "Qwen3_5",
+        {**HYBRIDS["qwen3_5"][1], "num_hidden_layers": 4,
+         "rope_parameters": {**AXES["rope_parameters"], "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.25}},
+        {**VISION, "num_position_embeddings": 16},
+        IMAGES,
+    ),
     "gemma3": (
         "Gemma3",
         {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]},

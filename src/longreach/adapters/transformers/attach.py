@@ -37,17 +37,21 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
+from longreach.adapters.transformers.hybrid import attention_layers, is_hybrid, numbered
 from longreach.adapters.transformers.mask import Mask
+from longreach.adapters.transformers.memory_notes import MemoryNotes
 from longreach.adapters.transformers.oom import memory_errors, stream_captures
 from longreach.adapters.transformers.options import refuse_options
 from longreach.adapters.transformers.padding import real_tokens
+from longreach.adapters.transformers.recurrent import recurrent_pass
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
 from longreach.adapters.transformers.session_caches import SessionCaches
 from longreach.adapters.transformers.step import ModelFacts, Step, current, entered, plain_append
-from longreach.cache import CacheConfig, MemoryUse
+from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
+from longreach.methods.call import ModelShape
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
 from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
@@ -126,6 +130,18 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel, *methods: Att
     check_model(model, decoder, rotary=rotary, frequencies=frequencies)
 
 
+def _facts(model: PreTrainedModel, decoder: PreTrainedModel, shape: ModelShape, windows: dict[int, int]) -> ModelFacts:
+    config = text_config(model)
+    types, layers = getattr(config, "layer_types", None), attention_layers(config)
+    return ModelFacts(
+        shape,
+        windows,
+        decoder=decoder,
+        layer_types=None if types is None else tuple(types[n] for n in layers),
+        numbers={layer: n for n, layer in enumerate(layers)} if is_hybrid(config) else None,
+    )
+
+
 class Session(SessionCaches):
     """A model with methods attached, as `attach` returns it. `close`, or leaving `with`, restores the model."""
 
@@ -163,22 +179,18 @@ class Session(SessionCaches):
         IMPLEMENTATIONS.check(impl, model.device)  # an unknown name is refused now; "auto" is resolved call by call
         self.impl = impl
         self.ledger = Ledger()
-        self.on_layer: LayerHook | None = None  # called after each layer with (phase, call, outcome)
+        # called after each layer that attends, with (phase, call, outcome); call.layer is its number among these
+        self.on_layer: LayerHook | None = None
         self.next_step: Step | None = None  # the next pass, if the decode loop or fusion has made it
         self.next_loop: Any = None  # the loop over tokens of the next generate, if longreach.generate has made it
         self._padding: Any = None  # the attention mask that the model was given, while it runs
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
-        types = getattr(text_config(model), "layer_types", None)
         self._axes = "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {})
-        self.facts = ModelFacts(
-            self._shape, windows, decoder=decoder, layer_types=None if types is None else tuple(types)
-        )
+        self.facts = _facts(model, decoder, self._shape, windows)
         self.observers = (decode,) if decode.observes_prompt else ()
         self._decodes: tuple[AttentionMethod, ...] = (decode,)  # the decode methods that the session was given
-        self._memory: MemoryUse | None = None  # of the last pass over a cache with layers in host memory
-        self._warned: set[AttentionMethod] = set()  # of reading host memory whole
-        self._idle: set[AttentionMethod] = set()  # for which the CPU, asked to attend, had nothing to do
+        self.memory = MemoryNotes(self)
         self._busy, self._generating = threading.Lock(), threading.Lock()
         self._pass_thread: int | None = None
         self._phases: PhaseTracker | None = None
@@ -267,10 +279,11 @@ class Session(SessionCaches):
                 f"report: {method!r} did not observe all prompts that were read, so the bytes it would have read are "
                 f"unknown; name it before prompts are read (attach, or session.prepare)"
             )
-        report, memory = self.ledger.report(method), self._memory
+        report, memory = self.ledger.report(method), self.memory.use
         if memory is not None:
             memory = replace(memory, cpu_layers=report.computed_by("cpu", memory.host_layers))
-        return replace(report, memory=memory, plans=self._plans.reports(), plain_reason=self.plain_reason)
+        whole = replace(report, memory=memory, plans=self._plans.reports(), plain_reason=self.plain_reason)
+        return numbered(whole, attention_layers(text_config(self.model)))
 
     def reset_report(self) -> None:
         """Start counting from zero. A pass that is running is counted whole when it ends."""
@@ -366,7 +379,7 @@ class Session(SessionCaches):
                 check_pass(self._decoder, given)
                 step = self._begin(given)
                 try:
-                    with entered(step):
+                    with entered(step), recurrent_pass(step):
                         output = forward(**given)
                     self._commit(step)
                 except BaseException:
@@ -451,7 +464,7 @@ class Session(SessionCaches):
             return
         if step.cache is not None:
             step.cache.commit(step)
-            self.note_memory(step.cache, decoding=step.layers.segments[0].phase == "decode")
+            self.memory.note(step.cache, decoding=step.layers.segments[0].phase == "decode")
         self.ledger.commit()
 
     def _cache(self, given: dict[str, Any], batch: int) -> LongreachCache | None:
@@ -481,7 +494,8 @@ class Session(SessionCaches):
             pair = kwargs.get("position_embeddings")
             if probing() or pair is None:
                 return
-            layer, step = int(module.layer_idx), current()  # type: ignore[arg-type]
+            step = current()
+            layer = step.facts.layer(int(module.layer_idx))  # type: ignore[arg-type]
             if not (isinstance(pair, tuple) and len(pair) == 2):
                 step.facts.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
                 return

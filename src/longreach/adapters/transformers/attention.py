@@ -104,9 +104,12 @@ def _short(value: Any) -> str:
 
 def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, value: Tensor) -> int:
     """The layer's number, after a check that its keys are the new tokens' and belong to that layer."""
-    name, layer = type(module).__name__, getattr(module, "layer_idx", None)
-    if not isinstance(layer, int):
+    name, named = type(module).__name__, getattr(module, "layer_idx", None)
+    if not isinstance(named, int):
         raise Unsupported(f"{name} has no layer_idx, so its keys have no place in the cache")
+    layer = step.facts.layer(named)
+    if layer < 0:
+        raise Unsupported(f"{name} attends in layer {named}, which has no keys by the model's config (layer_types)")
     if query.shape[2] != step.shape[1] or key.shape[2] != step.shape[1]:
         raise Unsupported(
             f"{name} attends with {query.shape[2]} queries to {key.shape[2]} keys in a pass of {step.shape[1]} tokens "
@@ -122,12 +125,12 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
             f"load the model in the dtype that it runs in"
         )
     if layer in step.layers.layers:
-        raise Unsupported(f"{name} attends twice in layer {layer} of one pass; longreach implements one")
+        raise Unsupported(f"{name} attends twice in layer {named} of one pass; longreach implements one")
     if step.cache is not None:
         k, v = step.written.pop(layer, (None, None))  # held no longer: all layers' would be a second copy of the cache
         if k is not key or v is not value:
             raise Unsupported(
-                f"{name} attends to other keys in layer {layer} than it put into the cache there "
+                f"{name} attends to other keys in layer {named} than it put into the cache there "
                 f"(shared or changed after caching); longreach does not implement that"
             )
     return layer

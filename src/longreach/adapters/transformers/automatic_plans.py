@@ -168,7 +168,7 @@ class PlanSession:
     def _digest(self) -> str | None:
         """The fingerprint of the weights; None, and `_not_kept`, where not all of them can be read."""
         try:
-            return fingerprint(self._model).digest
+            return fingerprint(self._model, chunks=False).digest
         except Unsupported as refusal:
             self._not_kept = str(refusal)
             return None

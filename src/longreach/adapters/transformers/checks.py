@@ -12,13 +12,23 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.frequencies import check_frequencies
+from longreach.adapters.transformers.hybrid import (
+    BOTH,
+    NEITHER,
+    STATE,
+    attends_by_interface,
+    attention_layers,
+    check_hybrid,
+    is_hybrid,
+    rotates,
+)
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
 from longreach.methods.slots import Eviction
 from longreach.ops.impl import has_numba
 
-KNOWN_LAYERS = ("full_attention", "sliding_attention")
+KNOWN_LAYERS = ("full_attention", "sliding_attention", *STATE, *BOTH, *NEITHER)
 PLANNED_FOR = (  # fields of a configuration that identify a model in all versions of transformers
     "model_type",
     "vocab_size",
@@ -55,7 +65,7 @@ def shape_of_config(config: Any) -> ModelShape:
         )
     heads = config.num_attention_heads
     return ModelShape(
-        layers=config.num_hidden_layers,
+        layers=len(attention_layers(config)),
         query_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -70,8 +80,14 @@ def config_hash(config: Any) -> str:
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
-    """layer -> window, for layers that transformers' own cache keeps only a window of."""
-    layers: list[Any] = DynamicCache(config=text_config(model)).layers
+    """layer -> window, for layers that transformers' own cache keeps only a window of.
+
+    Counted are layers that attend: in a hybrid model the others have no number.
+    """
+    config = text_config(model)
+    layers: list[Any] = DynamicCache(config=config).layers
+    if is_hybrid(config):
+        layers = [layers[n] for n in attention_layers(config)]
     return {n: int(layer.sliding_window) for n, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
@@ -93,6 +109,11 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
 def check_chunks(model: nn.Module) -> None:
     """Raise Unsupported for a model whose keys and values of a chunk cannot be computed without the text before it."""
     variant = mka_variant(model)
+    if isinstance(model, PreTrainedModel) and is_hybrid(text_config(model)):
+        raise Unsupported(
+            f"{type(model).__name__} has recurrent layers: their state depends on all tokens before, so that of a "
+            f"chunk cannot be stored and used elsewhere; read whole prompts (no chunk store, fuse=None)"
+        )
     if variant is not None:
         why = "its keys are attended to through blocks, which begin at multiples of their size in each prompt"
         if variant != "block_mka":
@@ -132,25 +153,29 @@ def check_model(
     placed: whether the weights must be on one device; False for a model without memory.
     """
     name, config = type(model).__name__, text_config(model)
-    if not decoder._supports_attention_backend:
+    hybrid = is_hybrid(config)
+    if not decoder._supports_attention_backend and not (hybrid and attends_by_interface(decoder)):
         raise Unsupported(f"{name} does not take its attention from transformers' attention interface")
     if getattr(config, "kv_lora_rank", None) is not None:
         raise Unsupported(f"{name} uses multi-head latent attention (MLA), which longreach does not implement")
-    if getattr(decoder, "_is_stateful", False):
+    if getattr(decoder, "_is_stateful", False) and not hybrid:
         raise Unsupported(f"{name} has recurrent layers, whose state longreach's cache does not hold")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - set(KNOWN_LAYERS))
     if strange:
         raise Unsupported(
             f"{name} has layers of type {', '.join(strange)}; longreach supports {', '.join(KNOWN_LAYERS)}"
         )
+    if hybrid:
+        check_hybrid(name, decoder, config)
     if getattr(config, "num_kv_shared_layers", 0):
         raise Unsupported(f"{name} shares keys and values between layers, which longreach does not implement")
     if config.output_attentions:
         raise Unsupported(f"{name}'s config sets output_attentions; longreach never holds attention weights")
-    if rotary and getattr(config, "rope_parameters", None) is None:
+    rotated = getattr(config, "rope_parameters", None) is not None and (not hybrid or rotates(decoder))
+    if rotary and not rotated:
         raise Unsupported(f"{name} has no rotary embedding, and a method needs queries before rotation")
     if frequencies:
-        if getattr(config, "rope_parameters", None) is None:
+        if not rotated:
             raise Unsupported(f"{name} has no rotary embedding, and a method needs its frequencies")
         check_frequencies(name, decoder, config)
     if any(getattr(m, "_compiled_call_impl", None) is not None for m in model.modules()):

@@ -22,6 +22,7 @@ from longreach.adapters.transformers.prompt_tokens import (
     stop_strings,
     stop_tokens,
 )
+from longreach.adapters.transformers.recurrent import continues
 from longreach.errors import InvalidInput
 
 Message = dict[str, str]  # role, content
@@ -158,8 +159,9 @@ class Chat:
         if cache.invalid:
             self._cache, self._held = self.session.new_cache(), []
             return 0
-        if same < cache.columns:
-            if same and cache.can_drop(cache.columns - same):
+        goes_on = continues(self.session.facts)
+        if same < cache.columns or not goes_on:
+            if same and goes_on and cache.can_drop(cache.columns - same):
                 cache.drop_columns(cache.columns - same)
             else:
                 cache.empty()

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import PreTrainedModel
 
-from longreach.adapters.transformers.checks import check_chunks, decoder_of
+from longreach.adapters.transformers.checks import check_chunks, decoder_of, mka_variant
 from longreach.adapters.transformers.ranks import ranks_of
 from longreach.adapters.transformers.sharded_weights import gathered, is_dtensor, is_sharded, local_of
 from longreach.errors import Unsupported
@@ -107,10 +107,14 @@ class Fingerprint:
         return self.sample == _sample(decoder_of(model))
 
 
-def fingerprint(model: PreTrainedModel) -> Fingerprint:
-    """Hash a model's decoder. Raises Unsupported where not all that its keys depend on can be read, by name."""
+def fingerprint(model: PreTrainedModel, *, chunks: bool = True) -> Fingerprint:
+    """Hash a model's decoder. chunks: whether chunks of text are to be stored under it, else plans only.
+
+    Raises Unsupported where not all that its keys depend on can be read, by name.
+    """
     decoder = decoder_of(model)
-    check_chunks(model)
+    if chunks or mka_variant(model) is not None:
+        check_chunks(model)
     name = type(decoder).__name__
     if getattr(model, "_hf_peft_config_loaded", False) or any(_of_peft(module) for module in model.modules()):
         raise Unsupported(

@@ -13,9 +13,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from longreach.adapters.transformers.oom import memory_errors
+from longreach.adapters.transformers.recurrent import RecurrentState
 from longreach.adapters.transformers.step import Step, current
 from longreach.cache import CacheConfig, HostAttend, KVCache, selected
 from longreach.errors import ConcurrentUse, InvalidInput, LongreachError, Unsupported
@@ -24,6 +30,10 @@ from longreach.methods.call import Meter
 from longreach.methods.slots import Eviction, LastRows
 from longreach.ops.types import describe
 from longreach.runtime import Ledger, StateStore
+
+
+def _refuse(what: str) -> None:
+    raise Unsupported(f"{what} is not supported on a model with longreach attached; use greedy search or sampling")
 
 
 class _Layer(CacheLayerMixin):
@@ -62,32 +72,55 @@ class _Layer(CacheLayerMixin):
             self.cache.empty()
 
     def crop(self, tokens_to_remove: int) -> None:
-        if tokens_to_remove > 0:
-            raise InvalidInput(f"crop: expected -n, to drop the last n columns, got {tokens_to_remove}")
         if self.index == 0:
-            self.cache.drop_columns(-tokens_to_remove)
-
-    def _refuse(self, what: str) -> None:
-        raise Unsupported(f"{what} is not supported on a model with longreach attached; use greedy search or sampling")
+            self.cache.crop(tokens_to_remove)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._refuse("beam search (it reorders the cache)")
+        self.cache.reorder_cache(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if not is_count(repeats, 1):
-            raise InvalidInput(f"batch_repeat_interleave: expected a count >= 1, got {repeats!r}")
         if self.index == 0:
-            self.cache.select([row for row in range(self.cache.batch) for _ in range(repeats)])
+            self.cache.batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         if self.index == 0:
-            self.cache.select(rows_of(indices, self.cache.batch))
+            self.cache.batch_select_indices(indices)
 
     def offload(self) -> None:
-        self._refuse("cache offloading")
+        _refuse("cache offloading")
 
     def prefetch(self) -> None:
-        self._refuse("cache offloading")
+        _refuse("cache offloading")
+
+
+class _LayerWithState(_Layer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]  # as its own base
+    """A layer that attends, and keeps a recurrent state as transformers' own layer `theirs` does (Falcon-H1)."""
+
+    def __init__(self, theirs: LinearAttentionAndFullAttentionLayer, cache: LongreachCache, index: int):
+        vars(self).update(vars(theirs))  # not yet used, so that only its settings are taken over
+        self.cache, self.index = cache, index
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of the state: keys and values lie in the shared cache."""
+        LinearAttentionAndFullAttentionLayer.lazy_initialization(self, *args, **kwargs)
+
+
+def _layers(cache: LongreachCache, count: int, theirs: Sequence[Any] | None) -> list[Any]:
+    """The layers for transformers: ours where keys and values are kept, transformers' own for the others."""
+    if theirs is None:
+        return [_Layer(cache, n) for n in range(count)]
+    made: list[Any] = []
+    number = 0
+    for layer in theirs:
+        if not isinstance(layer, CacheLayerMixin):
+            made.append(layer)
+            continue
+        if isinstance(layer, LinearAttentionAndFullAttentionLayer):
+            made.append(_LayerWithState(layer, cache, number))
+        else:
+            made.append(_Layer(cache, number))
+        number += 1
+    return made
 
 
 class CacheOwner(Protocol):
@@ -102,14 +135,23 @@ class CacheOwner(Protocol):
 
 
 class LongreachCache(Cache):
-    """The cache of one batch on an attached model. Pass it as `past_key_values` to continue it."""
+    """The cache of one batch on an attached model. Pass it as `past_key_values` to continue it.
+
+    layers: how many attend. theirs: for a hybrid model, the layers of transformers' own cache, of which those without
+    attention are used; they become this cache's.
+    """
 
     def __init__(
         self, layers: int, batch: int, config: CacheConfig, device: torch.device, owner: CacheOwner,
-        eviction: Eviction | None = None, resident: Collection[int] = (),
+        eviction: Eviction | None = None, resident: Collection[int] = (), theirs: Sequence[Any] | None = None,
     ):  # fmt: skip
-        super().__init__(layers=[_Layer(self, i) for i in range(layers)])
-        self.states = StateStore(batch)
+        super().__init__(layers=_layers(self, layers, theirs))
+        self.states, self.attending = StateStore(batch), layers
+        keeping = [layer for layer in self.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
+        self.recurrent: RecurrentState | None = None  # of a hybrid model's layers
+        if keeping:
+            self.recurrent = state = RecurrentState(keeping, batch)
+            self.states.of_model("recurrent layers", lambda: state)
         self.kv = KVCache(layers, batch, config, device, self.states, resident)
         self.resident = frozenset(resident)
         self.batch, self.owner = batch, owner
@@ -168,7 +210,7 @@ class LongreachCache(Cache):
         """Raise what `evict_prompt` raises for a state that cannot follow."""
         if self.eviction is None or not self._prompt_read:
             return
-        for layer in range(len(self.layers)):
+        for layer in range(self.attending):
             if self.states.states((self.eviction,), layer):
                 self.states.check_keep(layer)
 
@@ -201,7 +243,7 @@ class LongreachCache(Cache):
 
     def _last_rows(self, layer: int | None = None) -> list[tuple[int, LastRows]]:
         """The eviction's state of each layer that has one, or of one layer."""
-        layers = range(len(self.layers)) if layer is None else (layer,)
+        layers = range(self.attending) if layer is None else (layer,)
         assert self.eviction is not None
         found = [(n, state) for n in layers for state in self.states.states((self.eviction,), n)]
         return [(n, state) for n, state in found if isinstance(state, LastRows)]
@@ -250,6 +292,34 @@ class LongreachCache(Cache):
         parts = [torch.ones(self.batch, p, dtype=torch.bool) if isinstance(p, int) else p for p in self.real]
         return torch.cat(parts, 1) if parts else torch.ones(self.batch, 0, dtype=torch.bool)
 
+    # transformers' own methods would first go through the layers that keep a recurrent state
+
+    def reset(self) -> None:
+        self.empty()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last n columns, given as -n; as `drop_columns`."""
+        if tokens_to_remove > 0:
+            raise InvalidInput(f"crop: expected -n, to drop the last n columns, got {tokens_to_remove}")
+        self.drop_columns(-tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        _refuse("beam search (it reorders the cache)")
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Hold each sequence `repeats` times, copies side by side; as `select`."""
+        if not is_count(repeats, 1):
+            raise InvalidInput(f"batch_repeat_interleave: expected a count >= 1, got {repeats!r}")
+        self.select([row for row in range(self.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """As `select`. indices: int [n], or bool [B]."""
+        self.select(rows_of(indices, self.batch))
+
+    def activate_past_recording(self) -> None:
+        if self.recurrent is not None:
+            _refuse("recording the past of recurrent layers (assisted generation)")
+
     def can_drop(self, count: int) -> bool:
         """Whether states can follow if the last `count` columns are dropped. May wait for the device."""
         kept = self.column_mask()[:, : self.columns - count].sum(1).to(self.kv.device)
@@ -260,7 +330,11 @@ class LongreachCache(Cache):
         return True
 
     def drop_columns(self, count: int) -> None:
-        """Forget the last `count` columns (padding counts as columns)."""
+        """Forget the last `count` columns (padding counts as columns).
+
+        Raises Unsupported, with nothing changed, where a state cannot follow: the recurrent layers of a hybrid model
+        can be cut to where the last pass began or a snapshot was taken, and to 0.
+        """
         if not 0 <= count <= self.columns:
             raise InvalidInput(f"crop: the cache holds {self.columns} columns, cannot drop {count}")
         if count == 0:
@@ -361,7 +435,8 @@ class LongreachCache(Cache):
         states: also restore the state of methods, which takes a copy as in `rollback`. Without it MAC afterwards has
         fewer rows to match, by the number that was read.
         """
-        columns, made, restore = self.columns, self.states.places, self._snapshot() if states else None
+        columns, made = self.columns, self.states.places
+        restore = self._snapshot() if states else self._recurrent_snapshot()
         try:
             yield
         except ConcurrentUse:  # the columns of another caller, who goes on
@@ -380,6 +455,10 @@ class LongreachCache(Cache):
             return None
         with memory_errors():
             return self.states.snapshot(methods)
+
+    def _recurrent_snapshot(self) -> Callable[[], None] | None:
+        """Restores the state of recurrent layers, without a copy; None where there is none."""
+        return self.recurrent.snapshot() if self.recurrent is not None and self.columns else None
 
     def _roll_back(self, columns: int, restore: Callable[[], None] | None) -> None:
         """Forget the columns after the first `columns`. Where fewer are left, states were cut with them and stay so."""

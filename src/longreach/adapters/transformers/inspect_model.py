@@ -17,6 +17,7 @@ from longreach.adapters.transformers.checks import (
     shape_of,
     text_config,
 )
+from longreach.adapters.transformers.hybrid import recurrent_layers
 from longreach.adapters.transformers.load import broken_config, model_path, quiet, register_variants
 from longreach.errors import LongreachError, Unsupported
 from longreach.methods.base import AttentionMethod
@@ -37,7 +38,8 @@ class ModelFit:
     limit: the longest context in tokens that the configuration states, None if it states none.
     methods: attention method -> why it does not fit with its default options, None if it does.
     plans: method -> the plan that is shipped for the model. automatic: methods whose plan a session makes of its first
-    prompt, as none is shipped.
+    prompt, as none is shipped. recurrent: how many layers keep a recurrent state; shape and windows count those that
+    attend.
     """
 
     name: str
@@ -49,9 +51,11 @@ class ModelFit:
     methods: dict[str, str | None]
     plans: dict[str, str]
     automatic: tuple[str, ...] = ()
+    recurrent: int = 0
 
     def kv_bytes(self, tokens: int, batch: int = 1, element: int = ELEMENT) -> int:
-        """Bytes of keys and values of a context. Layers with a sliding window keep all tokens too."""
+        """Bytes of keys and values of a context. Layers with a sliding window keep all tokens too; the state of
+        recurrent layers, whose size no context changes, is not included."""
         assert self.shape is not None
         return 2 * batch * tokens * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * element
 
@@ -78,7 +82,8 @@ def inspect_model(model: str | Path) -> ModelFit:
     automatic = tuple(known for known in METHODS if method_class(known)().plan_maker(planned) is not None)
     plans = {kind: path.stem for kind in KINDS if (path := default_file(kind, shape)) is not None}
     limit = getattr(text_config(made), "max_position_embeddings", None)
-    return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans, automatic)
+    recurrent = len(recurrent_layers(text_config(made)))
+    return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans, automatic, recurrent)
 
 
 def without_weights(model: str | Path) -> PreTrainedModel:

@@ -26,6 +26,7 @@ from longreach.adapters.transformers.loop.run import Choose, DecodeRun, GraphOpt
 from longreach.adapters.transformers.loop.sampling import Ends, Sampler, greedy
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.prompt_tokens import check_length
+from longreach.adapters.transformers.recurrent import pass_size
 from longreach.errors import InvalidInput, OutOfMemory, Unsupported
 from longreach.methods.base import AttentionMethod, is_count
 
@@ -81,7 +82,8 @@ class BatchAnswer:
 class Reader:
     """A document in the KV cache of a session. Every question starts after it and is rolled back.
 
-    chunk: prompt tokens per pass. graph: whether decode steps are captured in a CUDA graph, as in `generate`.
+    chunk: prompt tokens per pass (of some hybrid models: see `pass_size`). graph: whether decode steps are captured in
+        a CUDA graph, as in `generate`.
     """
 
     def __init__(self, session: Session, chunk: int = CHUNK, *, graph: bool | None = None):
@@ -120,8 +122,9 @@ class Reader:
         started, found = now(self.session.model), list[Tensor]()
         with memory_errors(), self.session.prompt_end(len(tokens)) as phases, self.cache.restored_on_error():
             phases.room = len(tokens)
-            for first in range(0, len(tokens), self.chunk):
-                part = tokens[first : first + self.chunk]
+            size = pass_size(self.session.facts, 0, self.chunk, len(tokens))
+            for first in range(0, len(tokens), size):
+                part = tokens[first : first + size]
                 targets = torch.tensor(tokens[first + 1 : first + 1 + len(part)], device=self.session.model.device)
                 logits = self._forward(part, 0)
                 for at in range(0, len(targets), ROWS):
@@ -200,8 +203,9 @@ class Reader:
             end = self.cache.columns + len(tokens)
             with memory_errors(), self.session.prompt_end(end) as phases, self.cache.restored_on_error():
                 phases.room = end + then
-                for first in range(0, len(tokens), self.chunk):
-                    part = tokens[first : first + self.chunk]
+                size = pass_size(self.session.facts, self.cache.columns, self.chunk, len(tokens))
+                for first in range(0, len(tokens), size):
+                    part = tokens[first : first + size]
                     logits = self._forward(part)
                     progress(len(part))
         except OutOfMemory as error:
@@ -250,7 +254,8 @@ class BatchReader:
         cache.empty()
         started = now(self.session.model)
         with memory_errors(), self.session.prompt_end(width), cache.restored_on_error():
-            logits = prefill(self.session, cache, ids, mask, self.chunk, progress)
+            chunk = pass_size(self.session.facts, 0, self.chunk, ids.shape[1])
+            logits = prefill(self.session, cache, ids, mask, chunk, progress)
         self.read_seconds = now(self.session.model) - started
         self.cache = cache
         return logits

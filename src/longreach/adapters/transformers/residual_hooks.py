@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.checks import decoder_of, text_config
+from longreach.adapters.transformers.hybrid import attention_layers
 from longreach.adapters.transformers.rotary import attention_modules
 from longreach.errors import Unsupported
 
@@ -26,6 +27,7 @@ def residuals(model: PreTrainedModel, see: See) -> Iterator[None]:
     """
     decoder = decoder_of(model)
     factor = getattr(text_config(model), "residual_multiplier", None) or 1.0
+    number = {layer: n for n, layer in enumerate(attention_layers(text_config(model)))}
     names = {id(module): name for name, module in decoder.named_modules()}
     handles = []
     try:
@@ -36,7 +38,8 @@ def residuals(model: PreTrainedModel, see: See) -> Iterator[None]:
                     f"{type(attention).__name__} of {type(model).__name__} stands in no layer of its own, so its part "
                     f"in the residual stream is not known"
                 )
-            handles += _Layer(int(attention.layer_idx), factor, see).hooks(block, attention)  # type: ignore[arg-type]
+            layer = number[int(attention.layer_idx)]  # type: ignore[arg-type]
+            handles += _Layer(layer, factor, see).hooks(block, attention)
         yield
     finally:
         for handle in handles:

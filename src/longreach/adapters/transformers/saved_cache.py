@@ -153,6 +153,11 @@ def _check_model(session: SessionCaches) -> None:
             f"caches of {type(session.model).__name__} cannot be saved: its {variant} layers keep state of their own; "
             f"read the prompt again instead"
         )
+    if session.facts.hybrid:
+        raise Unsupported(
+            f"caches of {type(session.model).__name__} cannot be saved: its recurrent layers keep state of their own; "
+            f"read the prompt again instead"
+        )
     if ranks_of(decoder) is not None:
         raise Unsupported(
             "caches cannot be saved under tensor parallelism, where each rank holds some heads only; load the model on "

@@ -1,23 +1,22 @@
-"""The caches of a session: empty ones, those that it keeps, those of files, and where their memory lies."""
+"""The caches of a session: empty ones, those that it keeps, and those of files."""
 
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.automatic_plans import PlanSession
-from longreach.adapters.transformers.checks import check_host, check_host_attend
+from longreach.adapters.transformers.checks import check_host, check_host_attend, text_config
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.saved_cache import load, save
-from longreach.adapters.transformers.step import ModelFacts, PassCache
-from longreach.cache import CacheConfig, MemoryUse
-from longreach.cache.host import gib
+from longreach.adapters.transformers.step import ModelFacts
+from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape
@@ -45,9 +44,6 @@ class SessionCaches:
     _layers: int
     _plans: PlanSession
     _decodes: tuple[AttentionMethod, ...]
-    _memory: MemoryUse | None
-    _warned: set[AttentionMethod]
-    _idle: set[AttentionMethod]
     _fingerprint: Fingerprint | None = None
 
     _undo: list[Callable[[], Any]]
@@ -88,7 +84,8 @@ class SessionCaches:
         check_host(kept, self.evict)
         check_host_attend(kept, self.model.device, self.impl)
         resident = self.resident_layers() if kept.host else ()
-        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident)
+        theirs = DynamicCache(config=text_config(self.model)).layers if self.facts.hybrid else None
+        return LongreachCache(self._layers, batch, kept, self.model.device, self, self.evict, resident, theirs)
 
     def static_cache(self, batch: int, columns: int) -> LongreachCache:
         """An empty cache that the session keeps for this batch, with room for the columns."""
@@ -109,42 +106,3 @@ class SessionCaches:
         that a decode method of the session reads whole. Methods that read all layers whole name none."""
         whole = (frozenset(method.whole_layers(self._shape, self.model.dtype)) for method in self._decodes)
         return frozenset(self.facts.cache_windows).union(*(some for some in whole if len(some) < self._layers))
-
-    def note_memory(self, cache: PassCache, *, decoding: bool) -> None:
-        """Note where keys and values lie, for the report. Warns once if the decode method reads host layers whole."""
-        if not cache.kv.config.host:
-            return
-        use, before = cache.kv.memory_use, self._memory
-        if not decoding and before is not None:  # a prompt is read as ever: the report keeps the last step's choice
-            use = replace(use, attend=before.attend)
-        self._memory = use
-        if not decoding:
-            return
-        missing = self.decode.reads_whole_on_miss
-        whole = range(self._layers) if missing else self.decode.whole_layers(self._shape, self.model.dtype)
-        slow = set(whole).intersection(use.host_layers).difference(self.facts.cache_windows)
-        if slow and self.decode not in self._warned:
-            self._warned.add(self.decode)
-            warnings.warn(
-                f"{self.decode.name} reads {len(slow)} layers whole at each step"
-                f"{' in which it finds nothing to reuse' if missing else ''}, and their keys and values lie in host "
-                f"memory: up to {gib(use.host_bytes * len(slow) // len(use.host_layers))} over the link for each new "
-                f"token. Raise CacheConfig(device_bytes=...) (--device-memory), or decode with a method that reads "
-                f"fewer keys",
-                stacklevel=2,
-            )
-
-    def note_calls(self, cache: LongreachCache) -> None:
-        """After an answer, note the memory that attention on the CPU took. Warns once if it was asked for in vain."""
-        kv = cache.kv
-        if self._memory is None or kv.attend.by != "cpu" or not kv.in_host:
-            return
-        self._memory = replace(self._memory, calls_bytes=kv.calls.nbytes)
-        idle = not self.ledger.computed_by("cpu", kv.in_host)
-        if idle and kv.config.host_attend == "cpu" and self.decode not in self._idle:
-            self._idle.add(self.decode)
-            warnings.warn(
-                f"host_attend='cpu' (--host-attend) has no effect: {self.decode.name} reads keys in host memory by ops "
-                f"that the CPU does not compute, so the GPU reads them over the link",
-                stacklevel=2,
-            )

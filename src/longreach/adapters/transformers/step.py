@@ -21,8 +21,22 @@ from longreach.ops.types import RowRange
 from longreach.runtime import Pass, StateStore
 
 
+class RecurrentPass(Protocol):
+    """The state of a hybrid model's recurrent layers, as a pass uses it."""
+
+    @property
+    def begun(self) -> bool: ...
+
+    def begin(self, real: Tensor | None, width: int) -> None: ...
+
+    def commit(self, added: Sequence[int]) -> None: ...
+
+
 class PassCache(Protocol):
-    """A cache as a pass uses it. columns: those it holds, padding included; seen: those reported to the model."""
+    """A cache as a pass uses it. columns: those it holds, padding included; seen: those reported to the model.
+
+    recurrent: None where no layer keeps a recurrent state.
+    """
 
     kv: KVCache
     states: StateStore
@@ -30,6 +44,9 @@ class PassCache(Protocol):
 
     @property
     def seen(self) -> int: ...
+
+    @property
+    def recurrent(self) -> RecurrentPass | None: ...
 
     def commit(self, step: Step) -> None: ...
 
@@ -44,7 +61,9 @@ class ModelFacts:
     attention formula was checked. rotations: how each layer rotates, or why that is unknown. shape: for methods.
     decoder: the model's. layer_types: of its layers, if they differ. frequencies: by which layers rotate, once needed.
     modules: each layer's attention module and its parent, for fusion; None until they are looked for. shards: which KV
-    heads this rank holds of each layer, for layers that have run or were asked.
+    heads this rank holds of each layer, for layers that have run or were asked. numbers: the model's number of each
+    layer that attends -> its number here, for a hybrid model; None where all attend. continued: () until it was found
+    whether recurrent layers continue a text in a pass of several tokens, then the reason why not, else None.
     """
 
     shape: ModelShape
@@ -56,6 +75,17 @@ class ModelFacts:
     frequencies: dict[int, RotaryFrequencies] = field(default_factory=dict)
     modules: tuple[list[nn.Module], list[nn.Module]] | None = None
     shards: dict[int, HeadShard] = field(default_factory=dict)
+    numbers: dict[int, int] | None = None
+    continued: tuple[str | None, ...] = ()
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether some layers keep a recurrent state."""
+        return self.numbers is not None
+
+    def layer(self, layer_idx: int) -> int:
+        """The number of a layer among those that attend. layer_idx: the model's; one that does not attend gives -1."""
+        return layer_idx if self.numbers is None else self.numbers.get(layer_idx, -1)
 
     def shard(self, layer: int, module: nn.Module, kv_heads: int) -> HeadShard:
         """The shard of a layer whose keys arrive with `kv_heads` heads on this rank. Raises as shard_of."""

@@ -77,7 +77,7 @@ class Decoder:
         """
         self.cache.check_observed(self.method)
         self._clear_calls()
-        self.session.note_memory(self.cache, decoding=True)
+        self.session.memory.note(self.cache, decoding=True)
         before = list(self.cache.kv.lengths)
         with torch.inference_mode(False), torch.no_grad():
             self.steps.open(room)
@@ -95,7 +95,7 @@ class Decoder:
                 cause = cause.__context__
             if cause is None:
                 self._check_calls(wait=True)
-                self.session.note_calls(self.cache)
+                self.session.memory.note_calls(self.cache)
             else:  # an error of the reader, which closes the answer
                 self._clear_calls(wait=True)
             raise
@@ -103,7 +103,7 @@ class Decoder:
             self._clear_calls(wait=True)
             raise
         self._check_calls(wait=True)
-        self.session.note_calls(self.cache)
+        self.session.memory.note_calls(self.cache)
         self.steps.close()
         self.cache.mark_observed((self.method,), before)
 

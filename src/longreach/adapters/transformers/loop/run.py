@@ -127,7 +127,9 @@ class DecodeRun:
                 decoder = self._decoder = make()
                 run.enter_context(decoder.run(self.ends, self.new - 1))
                 decoder.take(chosen)
-                wait = self._exactly and (self._finished or (self.ends.eos and cache.states.states()))
+                exactly = self._exactly or cache.recurrent is not None  # whose state cannot be cut by some steps
+                kept = cache.states.states() or cache.recurrent is not None
+                wait = exactly and (self._finished or (self.ends.eos and kept))
                 back = read_back(self._noted(decoder.token), ahead=0 if wait else None)
                 while True:
                     last = self._setting_up or count + back.pending >= self.new
@@ -185,6 +187,11 @@ def capture_for(session: Session, graph: GraphOption) -> tuple[Capture | None, s
     """
     if graph is False:
         return None, "graph=False"
+    if session.facts.hybrid:
+        why = "the model has recurrent layers, whose state the captured step does not hold"
+        if graph:
+            raise Unsupported(f"graph={graph!r}: {why}; leave graph out")
+        return None, why
     device = session.model.device.type
     if device != "cuda":
         why = f"the model is on the {device}, which has no CUDA graphs"

@@ -1,0 +1,101 @@
+"""Hybrid models: which of their layers attend, and which keep a recurrent state (linear attention, Mamba, convolution).
+
+longreach counts the layers that attend: its layer n is the model's n-th layer with attention.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from longreach.adapters.transformers.rotary import attention_modules
+from longreach.errors import Unsupported
+from longreach.runtime import Report
+
+STATE = ("linear_attention", "conv")  # types of layers that keep a state and do not attend
+BOTH = ("hybrid",)  # of layers that do both
+NEITHER = ("mlp", "moe")
+METHODS = ("update_conv_state", "update_recurrent_state")  # by which a layer keeps its state in transformers' cache
+
+
+def layer_types(config: Any) -> tuple[str, ...]:
+    """The types of a model's layers; () if all of them attend alike."""
+    return tuple(getattr(config, "layer_types", None) or ())
+
+
+def is_hybrid(config: Any) -> bool:
+    """Whether a model has layers that keep a recurrent state. config: of its language model."""
+    return not {*STATE, *BOTH}.isdisjoint(layer_types(config))
+
+
+def attention_layers(config: Any) -> tuple[int, ...]:
+    """Numbers of the model's layers that attend, ascending: all, except in a hybrid model."""
+    if not is_hybrid(config):
+        return tuple(range(config.num_hidden_layers))
+    return tuple(n for n, kind in enumerate(layer_types(config)) if kind not in (*STATE, *NEITHER))
+
+
+def numbered(report: Report, layers: tuple[int, ...]) -> Report:
+    """The report with the model's numbers of layers. layers: those that attend."""
+    if layers == tuple(range(len(layers))):
+        return report
+    memory = report.memory
+    if memory is not None:
+        some = memory.host_layers, memory.device_layers, memory.cpu_layers
+        host, device, cpu = (tuple(layers[n] for n in each) for each in some)
+        memory = replace(memory, host_layers=host, device_layers=device, cpu_layers=cpu)
+    rows = tuple(replace(row, layer=layers[row.layer]) for row in report.layers)
+    return replace(report, layers=rows, memory=memory)
+
+
+def recurrent_layers(config: Any) -> tuple[int, ...]:
+    """Numbers of the model's layers that keep a recurrent state, ascending."""
+    return tuple(n for n, kind in enumerate(layer_types(config)) if kind in (*STATE, *BOTH))
+
+
+def attends_by_interface(decoder: nn.Module) -> bool:
+    """Whether all attention modules of a decoder take their attention from transformers' interface."""
+    modules = attention_modules(decoder)
+    return bool(modules) and all(
+        hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS") for module in modules
+    )
+
+
+def rotates(decoder: nn.Module) -> bool:
+    """Whether a decoder has a rotary module: the config of a hybrid model has parameters of one it may not have."""
+    return any("Rotary" in type(module).__name__ for module in decoder.modules())
+
+
+def check_hybrid(name: str, decoder: nn.Module, config: Any) -> None:
+    """Raise Unsupported for a hybrid model whose state longreach's cache cannot hold, or whose layers do not attend."""
+    attending = attention_layers(config)
+    if not attending:
+        raise Unsupported(f"{name} has no layers with attention, so there is nothing for longreach to attach to")
+    if _numbers(m for m in decoder.modules() if keeps_state(type(m))) != list(recurrent_layers(config)):
+        raise Unsupported(
+            f"{name} has recurrent layers that keep their state outside transformers' cache layers, so longreach's "
+            f"cache does not hold it"
+        )
+    found = _numbers(attention_modules(decoder))
+    if found != list(attending):
+        raise Unsupported(
+            f"{name} has attention modules of their own in layers {found}, and layers {list(attending)} attend "
+            f"(shared between layers?); longreach needs one in each"
+        )
+
+
+def _numbers(modules: Iterable[nn.Module]) -> list[int]:
+    numbers = [getattr(module, "layer_idx", None) for module in modules]
+    return sorted(n for n in numbers if isinstance(n, int))
+
+
+def keeps_state(kind: type[nn.Module]) -> bool:
+    """Whether a module's own code calls one of METHODS."""
+    functions = (inspect.unwrap(f) for f in vars(kind).values() if callable(f))
+    names = {name for f in functions if hasattr(f, "__code__") for name in f.__code__.co_names}
+    return not names.isdisjoint(METHODS)
