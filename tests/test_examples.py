@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from longreach.testing.tiny import save_tiny
 
@@ -89,7 +90,8 @@ def test_compare_methods(run, tiny: Path) -> None:  # type: ignore[no-untyped-de
     assert out[0].startswith("dense: ") and share(out[0]) == 100.0
     assert 2.0 < share(out[1]) < 5.0  # 68 of about 2000 tokens
     assert 10.0 < share(out[2]) < 10.5 and share(out[3]) > 100.0
-    assert out[4].startswith("phase") and out[-1].startswith("decode: ")
+    assert out[4].startswith("phase") and out[-2].startswith("decode: ")
+    assert out[-1].startswith("model.generate: steps were not captured") or torch.cuda.is_available()
 
 
 def test_attend_alone(run) -> None:  # type: ignore[no-untyped-def]
