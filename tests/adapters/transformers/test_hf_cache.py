@@ -38,7 +38,9 @@ def test_steps_write_in_place(config: CacheConfig) -> None:
             before = copy.deepcopy(cache.kv.memory)
             model(prompt(1, seed=n), past_key_values=cache)
             assert _places(cache) == places and cache.kv.nbytes == size
-            changed = [(a != b).any(-1).sum() for old, new in zip(before, cache.kv.memory) for a, b in zip(old, new)]
+            pairs = [pair for old, new in zip(before, cache.kv.memory) for pair in zip(old, new)]
+            # memory that was never written may hold NaN
+            changed = [((a != b) & ~(a.isnan() & b.isnan())).any(-1).sum() for a, b in pairs]
             assert changed == [2, 2, 2, 2]  # one slot of two heads
 
 
