@@ -59,6 +59,7 @@ SHARED = {
         "triton_copies",
         "triton_copies_kernels",
         "triton_carry",
+        "triton_pieces",
         "triton_reads",
     },
     "methods": {

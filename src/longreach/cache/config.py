@@ -24,9 +24,9 @@ class CacheConfig:
         Layers that the decode method reads whole stay in GPU memory, unless it reads all layers whole. Passes of more
         than 8 new tokens a sequence read layers in host memory through two staging buffers in GPU memory, each as large
         as one layer. Keys cannot be evicted. On a CPU layers are divided in the same way, in ordinary memory.
-    host_attend: with host: who computes a decode step's attention to layers in host memory. "link": the GPU, which
-        reads chosen keys over the link. "cpu": the CPU, within the step; it needs a CUDA device and Numba. "auto": the
-        faster one, measured before an answer of at least 64 tokens; "link" for steps that are not captured.
+    host_attend: with host, how decode steps attend in layers whose keys lie in host memory. "link": the GPU reads the
+        chosen keys over the link. "cpu": the CPU attends within the step; this needs a CUDA device and Numba. "auto":
+        the faster of both, measured before an answer of at least 64 tokens; "link" for steps that are not captured.
     device_bytes: with host: the most GPU memory for keys, values and staging. As many layers as fit stay in GPU memory;
         those that are read whole go first. None: only those that are read whole stay there. A method's own data, such
         as MagicPIG's tables or Quest's page bounds, lies in GPU memory and is not limited by it.

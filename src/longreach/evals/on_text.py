@@ -56,7 +56,7 @@ def perplexity(
     texts: a text or several: str is the text itself, Path a UTF-8 file.
     methods: as for --method, "quest k=0.2"; dense attention is always there.
     length: tokens of a window. decode_tokens: of a window's end, fed one by one through the decode method; 0 for none.
-    limit: at most so many windows. prefill_chunk_size: tokens of a pass.
+    limit: the most windows that are read; None: all. prefill_chunk_size: tokens of a pass.
     output: a file for the record; the same call continues an interrupted run.
 
     Returns a dict: results -> method -> prefill and decode -> nll (nats a token), perplexity, by_position, by_window;

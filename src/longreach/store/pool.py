@@ -36,7 +36,7 @@ class ChunkPool:
     takes up to twice its bytes, and counts by what it takes. May be shared by threads and by several `Documents`.
     Warns, once, of a chunk that is larger than the pool and so stays in memory that is not page-locked.
 
-    Raises InvalidInput for a cap that is none.
+    Raises InvalidInput for a cap that is not a positive number of bytes.
     """
 
     def __init__(self, max_bytes: int = 8 * GIB, *, pinned: bool | None = None):

@@ -44,7 +44,7 @@ class ChunkStore:
     verify: when checksums are compared: at a chunk's "first" read in this open store, "always", or "never". Structure,
       key and tokens are looked at in every read.
     storage_options: what fsspec's filesystem takes, of a URL.
-    create: whether a store is made where there is none.
+    create: make a store if the folder holds none.
 
     On a local disk chunks are memory-mapped, appear whole or not at all, and processes may share the store. Other
     places read whole objects and write each with one put; what they cannot promise is refused by name.
@@ -242,7 +242,7 @@ class ChunkStore:
         return Collected(chunks, size, leftovers, broken, broken_bytes, tuple(left))
 
     def remove(self, key: ChunkKey) -> bool:
-        """Remove a chunk; False if there is none."""
+        """Remove a chunk. Returns False if the store does not hold it."""
         with self._errors("remove from"):
             return self._files.remove(key.name)
 

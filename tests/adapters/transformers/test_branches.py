@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,20 +15,9 @@ from longreach.testing.tiny import tiny_model
 from tests.adapters.transformers.mka.models import SMALL, THREE, converted
 from tests.adapters.transformers.reference import model_of, prompt
 from tests.adapters.transformers.turns import CONFIGS, LENGTHS, METHODS, NEW, go_on, start
-from tests.methods.planned import planned, tiny, write_plans
-from tests.poison import nan_memory
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with planned(write_plans(tmp_path_factory.mktemp("plans"))):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nan_memory() -> Iterator[None]:
-    with nan_memory():
-        yield
+from tests.adapters.transformers.turns import plans_of_tests as plans_of_tests
+from tests.adapters.transformers.turns import unwritten_is_nan as unwritten_is_nan
+from tests.methods.planned import tiny
 
 
 @pytest.mark.filterwarnings("ignore:.* layers? whole at each step")

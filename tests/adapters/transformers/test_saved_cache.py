@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,11 @@ from longreach.testing.tiny import save_tiny, tiny_model
 from tests.adapters.transformers.mka.models import converted
 from tests.adapters.transformers.reference import model_of, prompt
 from tests.adapters.transformers.turns import CONFIGS, LENGTHS, METHODS, NEW, go_on, start
-from tests.methods.planned import planned, tiny, write_plans
-from tests.poison import nan_memory
+from tests.adapters.transformers.turns import plans_of_tests as plans_of_tests
+from tests.adapters.transformers.turns import unwritten_is_nan as unwritten_is_nan
+from tests.methods.planned import tiny
 
 TURNS = ((1, 2, 3), (4, 5, 6))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with planned(write_plans(tmp_path_factory.mktemp("plans"))):
-        yield
-
-
-@pytest.fixture(autouse=True)
-def _nan_memory() -> Iterator[None]:
-    with nan_memory():
-        yield
 
 
 @pytest.mark.filterwarnings("ignore:.* layers? whole at each step")

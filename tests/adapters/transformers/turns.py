@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -14,6 +15,8 @@ from longreach.methods.magicpig import MagicPIG
 from longreach.methods.registry import names
 from tests.adapters.transformers.reference import padded_batch, prompt
 from tests.methods.cases import CASES
+from tests.methods.planned import planned, write_plans
+from tests.poison import nan_memory
 
 SMALL = MagicPIG(bits=4, tables=9, local=8, seal=8, centre=8, dense_layers=(1,))  # tables begin at 20 tokens
 METHODS = {**{name: CASES[name].default for name in names("decode")}, "magicpig": SMALL,
@@ -23,6 +26,20 @@ METHODS = {**{name: CASES[name].default for name in names("decode")}, "magicpig"
 CONFIGS = {"contiguous": CacheConfig(), "paged": CacheConfig("paged", page=20), "host": CacheConfig(host=True)}
 LENGTHS = (61, 40, 9)
 TURN, NEW = 7, 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plans_of_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For the modules that import it: METHODS have plans."""
+    with planned(write_plans(tmp_path_factory.mktemp("plans"))):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def unwritten_is_nan() -> Iterator[None]:
+    """For the modules that import it: memory that was never written is NaN."""
+    with nan_memory():
+        yield
 
 
 def start(session: Any, rows: Sequence[int] = range(3)) -> tuple[LongreachCache, Tensor, Tensor]:

@@ -37,7 +37,7 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.hybrid import attention_layers, is_hybrid, numbered
+from longreach.adapters.transformers.hybrid import attention_layers, facts_of, numbered
 from longreach.adapters.transformers.mask import Mask
 from longreach.adapters.transformers.memory_notes import MemoryNotes
 from longreach.adapters.transformers.oom import memory_errors, stream_captures
@@ -47,11 +47,10 @@ from longreach.adapters.transformers.recurrent import recurrent_pass
 from longreach.adapters.transformers.registration import register, release
 from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
 from longreach.adapters.transformers.session_caches import SessionCaches
-from longreach.adapters.transformers.step import ModelFacts, Step, current, entered, plain_append
+from longreach.adapters.transformers.step import Step, current, entered, plain_append
 from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.call import ModelShape
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
 from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 from longreach.ops.attend import IMPLEMENTATIONS
@@ -130,18 +129,6 @@ def _check_model(model: PreTrainedModel, decoder: PreTrainedModel, *methods: Att
     check_model(model, decoder, rotary=rotary, frequencies=frequencies)
 
 
-def _facts(model: PreTrainedModel, decoder: PreTrainedModel, shape: ModelShape, windows: dict[int, int]) -> ModelFacts:
-    config = text_config(model)
-    types, layers = getattr(config, "layer_types", None), attention_layers(config)
-    return ModelFacts(
-        shape,
-        windows,
-        decoder=decoder,
-        layer_types=None if types is None else tuple(types[n] for n in layers),
-        numbers={layer: n for n, layer in enumerate(layers)} if is_hybrid(config) else None,
-    )
-
-
 class Session(SessionCaches):
     """A model with methods attached, as `attach` returns it. `close`, or leaving `with`, restores the model."""
 
@@ -187,7 +174,7 @@ class Session(SessionCaches):
         self.static_caches: dict[int, LongreachCache] = {}  # batch -> the cache that the decode loop reuses
         self._decoder, self._layers = decoder, self._shape.layers
         self._axes = "mrope_section" in (getattr(text_config(model), "rope_parameters", None) or {})
-        self.facts = _facts(model, decoder, self._shape, windows)
+        self.facts = facts_of(text_config(model), decoder, self._shape, windows)
         self.observers = (decode,) if decode.observes_prompt else ()
         self._decodes: tuple[AttentionMethod, ...] = (decode,)  # the decode methods that the session was given
         self.memory = MemoryNotes(self)

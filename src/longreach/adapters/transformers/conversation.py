@@ -69,7 +69,7 @@ class Chat:
         self.session, self.tokenizer = session, tokenizer
         if any("\ud800" <= c <= "\udfff" for c in system + document):
             raise InvalidInput("system and document must be text; one of them holds bytes that are not UTF-8")
-        self._held: list[int] = [] if cache is None else _tokens_of(cache, session)  # of the cache's columns
+        self._held: list[int] = [] if cache is None else _tokens_of(cache, session)  # tokens in the cache
         self._cache = session.new_cache() if cache is None else cache
         self.document = document.rstrip()
         self._messages: list[Message] = [{"role": "system", "content": system}] if system else []

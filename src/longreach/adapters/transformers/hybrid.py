@@ -12,9 +12,12 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.rotary import attention_modules
+from longreach.adapters.transformers.step import ModelFacts
 from longreach.errors import Unsupported
+from longreach.methods.call import ModelShape
 from longreach.runtime import Report
 
 STATE = ("linear_attention", "conv")  # types of layers that keep a state and do not attend
@@ -38,6 +41,19 @@ def attention_layers(config: Any) -> tuple[int, ...]:
     if not is_hybrid(config):
         return tuple(range(config.num_hidden_layers))
     return tuple(n for n, kind in enumerate(layer_types(config)) if kind not in (*STATE, *NEITHER))
+
+
+def facts_of(config: Any, decoder: PreTrainedModel, shape: ModelShape, windows: dict[int, int]) -> ModelFacts:
+    """What a session knows of its model. config: of its language model. shape, windows: of the layers that attend, by
+    longreach's numbers."""
+    kinds, layers = getattr(config, "layer_types", None), attention_layers(config)
+    return ModelFacts(
+        shape,
+        windows,
+        decoder=decoder,
+        layer_types=None if kinds is None else tuple(kinds[layer] for layer in layers),
+        numbers={layer: n for n, layer in enumerate(layers)} if is_hybrid(config) else None,
+    )
 
 
 def numbered(report: Report, layers: tuple[int, ...]) -> Report:

@@ -7,10 +7,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from longreach.ops.triton_pieces import add_keys, write_piece
 from longreach.ops.triton_reads import peek
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -99,20 +99,11 @@ def attend(
             v = tl.load(v_of + at_v[:, None] + d[None, :], mask=some[:, None] & inside[None, :], other=0.0)
             y = tl.dot(x, k, input_precision="ieee") * (scale * LOG2E)
             y = tl.where(some[None, :], y, float("-inf"))
-            higher = tl.maximum(peak, tl.max(y, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(y - base[:, None])
-            shrink = tl.exp2(peak - base)
-            total = total * shrink + tl.sum(p, 1)
-            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            peak = higher
+            peak, total, acc = add_keys(peak, total, acc, y, v)
             slot = next_slot
             if PAGED:
                 page = next_page
-        none = total == 0  # NaN is something
-        whole = tl.where(none, 1.0, total)
-        tl.store(lse + place, tl.where(none, float("-inf"), (peak + tl.log2(whole)) * LN2), mask=there)
-        tl.store(out + place[:, None] * D + d[None, :], acc / whole[:, None], mask=there[:, None] & inside[None, :])
+        write_piece(out, lse, place, peak, total, acc, d, there, inside, D)
     else:
         tl.store(lse + place, tl.full((M,), float("-inf"), tl.float32), mask=there)
 
