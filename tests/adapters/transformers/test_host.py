@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from longreach import CacheConfig, Kascade, Quest, attach, generate
+from longreach import CacheConfig, attach, generate
 from longreach.adapters.transformers.loop.host_attend import LEAST
 from longreach.adapters.transformers.prompt_reader import Answer, Reader
 from longreach.cache import HostAttend
@@ -24,29 +24,19 @@ from longreach.errors import CapacityError, HostCallFailed, InvalidInput, Unsupp
 from longreach.methods.fusion import A3, PIE, CacheBlend
 from longreach.methods.mac import MAC
 from longreach.methods.magicpig import MagicPIG
-from longreach.methods.registry import names
 from longreach.methods.snapkv import SnapKV
 from longreach.runtime import Report
 from longreach.testing.tiny import tiny_model
 from tests.adapters.transformers.fusing.test_read import fused, prompt_of
 from tests.adapters.transformers.reference import STEPS, model_of, padded_batch, prompt
-from tests.methods.cases import CASES
+from tests.adapters.transformers.turns import METHODS, SMALL
+from tests.adapters.transformers.turns import plans_of_tests as plans_of_tests
 from tests.methods.drive import LAYERS
-from tests.methods.planned import planned, tiny, write_plans
+from tests.methods.planned import tiny
 from tests.poison import nan_memory
 from tests.tiers import swept
 
 HOST = CacheConfig(host=True)
-SMALL = MagicPIG(bits=4, tables=9, local=8, seal=8, centre=8, dense_layers=(1,))  # tables begin at 20 tokens
-METHODS = {**{name: CASES[name].default for name in names("decode")}, "magicpig": SMALL,
-           "kascade int8": Kascade(scoring="int8", k=0.2, min_keys=4), "kascade": Kascade(k=0.2, min_keys=4),
-           "quest": Quest(k=0.2, page=4, dense_layers=(0,))}  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with planned(write_plans(tmp_path_factory.mktemp("plans"))):
-        yield
 
 
 @pytest.fixture(autouse=True)
