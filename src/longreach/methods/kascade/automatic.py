@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.kascade.calibrate import TILE, K, TileSimilarity, block_tiles, pooled_over_tiles, tile_tokens
 from longreach.methods.kascade.calibration_result import CalibrationResult
@@ -22,6 +22,14 @@ EVERY = 3  # takes a third of the time of all rows
 SERVED = 0.7  # more than a calibration on many prompts asks for: one prompt needs fewer kinds of look-up than they
 MOST_LOGITS = 1 << 27  # kept at a time, 256 MiB in fp16
 NEEDED = 2048  # tokens of a prompt; the paper's development set has 2.3K on average
+
+
+def fewest_anchors(layers: int) -> int:
+    """Fewest anchors of a plan that is made of one prompt: the paper's 5 of 32 and 36 layers, and at least 3.
+
+    Repetitive text and short prose are served by fewer. On longreach-mini such plans lose look-ups (docs/plans.md).
+    """
+    return min(layers, max(3, round(layers / 7)))
 
 
 @dataclass(frozen=True)
@@ -71,13 +79,21 @@ class KascadeMaker(PlanMaker):
         result = CalibrationResult.mean(layers, [found.finish().cpu()], [importance])
         result = replace(result, weighted=False)
         chosen = result.plan(None, self.k, self.tile, self.served)
+        least = fewest_anchors(len(layers))
+        if len(chosen.anchors) < least:
+            raise InvalidInput(
+                f"the anchors {' '.join(map(str, chosen.anchors))} serve all layers for this prompt, where {least} or "
+                f"more are expected: it asks for too little to calibrate on; the next prompt will be calibrated on"
+            )
         options = {"k": self.k, "tile": self.tile, "tiles": self.tiles, "every": self.every, "served": self.served}
         return PlanParts(
             result.values(chosen), result.arrays(), {**options, "weighted": False, "budget": len(chosen.anchors)}
         )
 
     def about(self, plan: Plan) -> str:
-        return f"anchors {' '.join(map(str, KascadePlan.of(plan).anchors))}"
+        found = KascadePlan.of(plan)
+        text = f"anchors {' '.join(map(str, found.anchors))}"
+        return text if 2 * len(found.anchors) <= len(found.layers) else f"{text} (more than half of the layers: slow)"
 
     def _pooled(self, call: LayerCall, before: Tensor) -> Tensor:
         """As `pooled_over_tiles`. Triton keeps the logits of its pass over the keys, so it reads them once."""
