@@ -19,7 +19,8 @@ from longreach.plans import Plan
 
 TILES = 8  # at the prompt's end: 16 and 32 choose about the same anchors on longreach-mini and cost more
 EVERY = 3  # takes a third of the time of all rows
-SERVED = 0.7  # more than a calibration on many prompts asks for: one prompt needs fewer kinds of look-up than they
+SERVED = 0.8  # more than a calibration on many prompts asks for: one prompt needs fewer kinds of look-up than they
+EASY = 0.7  # prompts that few anchors serve with this share ask for too little to calibrate on
 MOST_LOGITS = 1 << 27  # kept at a time, 256 MiB in fp16
 NEEDED = 2048  # tokens of a prompt; the paper's development set has 2.3K on average
 
@@ -79,11 +80,12 @@ class KascadeMaker(PlanMaker):
         result = CalibrationResult.mean(layers, [found.finish().cpu()], [importance])
         result = replace(result, weighted=False)
         chosen = result.plan(None, self.k, self.tile, self.served)
-        least = fewest_anchors(len(layers))
-        if len(chosen.anchors) < least:
+        enough, least = result.plan(None, self.k, self.tile, EASY).anchors, fewest_anchors(len(layers))
+        if len(enough) < least:
             raise InvalidInput(
-                f"the anchors {' '.join(map(str, chosen.anchors))} serve all layers for this prompt, where {least} or "
-                f"more are expected: it asks for too little to calibrate on; the next prompt will be calibrated on"
+                f"the anchors {' '.join(map(str, enough))} find {EASY:.0%} of the best weight of each layer in this "
+                f"prompt, where {least} or more are expected: it asks for too little to calibrate on; the next prompt "
+                f"will be calibrated on"
             )
         options = {"k": self.k, "tile": self.tile, "tiles": self.tiles, "every": self.every, "served": self.served}
         return PlanParts(
