@@ -18,7 +18,8 @@ class LayerReport:
     """One layer in one phase: bytes of keys, values and metadata read, and the bytes that dense attention reads.
 
     rows: rows counted; longreach's decode loop leaves out the rows of sequences that have ended. dense_reasons: why the
-    method attended densely, if it did. notes: diagnostics of the method, else None; "note" among them is a summary.
+    method attended densely, if it did; dense_counts: how many rows of a prefill, or steps of a decode, each reason
+    applies to. notes: diagnostics of the method, else None; "note" among them is a summary.
     """
 
     phase: Phase
@@ -34,6 +35,17 @@ class LayerReport:
     overflowed_lists: int
     dense_reasons: tuple[str, ...]
     notes: dict[str, Any] | None = None
+    dense_counts: tuple[int, ...] = ()
+
+    @property
+    def dense_notes(self) -> tuple[str, ...]:
+        """For each reason one text, which names the rows or steps if the reason does not apply to all."""
+        total, unit = (self.rows, "rows") if self.phase == "prefill" else (self.steps, "steps")
+        counts = self.dense_counts or (total,) * len(self.dense_reasons)
+        return tuple(
+            f"dense: {reason}" if count >= total else f"dense for {count} of {total} {unit}: {reason}"
+            for reason, count in zip(self.dense_reasons, counts, strict=True)
+        )
 
     @property
     def bytes_read(self) -> int:
@@ -102,7 +114,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         rows = [
-            {**r.__dict__, "bytes_read": r.bytes_read, "fraction": r.fraction, "dense_reasons": list(r.dense_reasons)}
+            {
+                **r.__dict__,
+                "bytes_read": r.bytes_read,
+                "fraction": r.fraction,
+                "dense_reasons": list(r.dense_reasons),
+                "dense_counts": list(r.dense_counts),
+            }
             for r in self.layers
         ]
         for row in rows:
@@ -122,7 +140,7 @@ class Report:
             d = max(r.dense_bytes, 1)
             shares = "".join(f"{x / d:>9.1%}" for x in (r.key_bytes, r.value_bytes, r.metadata_bytes))
             says = [r.notes["note"]] if r.notes and "note" in r.notes else []
-            note = "; ".join((*(f"dense: {why}" for why in r.dense_reasons), *says))
+            note = "; ".join((*r.dense_notes, *says))
             if r.overflowed_lists:
                 note = f"{note}; {r.overflowed_lists} lists overflowed and read densely".lstrip("; ")
             lines.append(

@@ -139,10 +139,12 @@ def test_both_implementations_choose_the_same_keys(impl: str, tmp_path: Path) ->
 
 
 def test_prompts_within_the_budget_attend_densely_and_say_so(tmp_path: Path) -> None:
-    for options, why in (({"k": 1000}, "the budget covers all keys"), ({"k": 3, "dense_below": 64}, None)):
+    budget, short = "the budget covers all keys", "fewer than 64 tokens (dense_below)"
+    for options, why in (
+        ({"k": 1000}, budget), ({"k": 3, "dense_below": 64}, short), ({"k": 1000, "dense_below": 64}, budget)
+    ):  # fmt: skip
         turn = read_text(Kascade(planned(tmp_path, (0, 1)), **options), text(40))[0]
-        said = why or "the budget covers all keys"
-        assert [o.dense_reason for o in turn.outcomes] == ["first anchor", said, said]
+        assert [o.dense_reason for o in turn.outcomes] == ["first anchor", why, why]
         for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
             torch.testing.assert_close(outcome.partial.out.double(), exact(call).out, rtol=0, atol=1e-5)
 
@@ -155,6 +157,29 @@ def test_tiles_below_the_limit_attend_to_all_keys(tmp_path: Path) -> None:
     counts = selection.keys_read(call.rows, call.kv)[:, 0]
     assert counts[:24].tolist() == list(range(1, 25)), "tiles begin at 0, 4, ..., 20"
     assert counts[24:].tolist() == [3 + n % 4 + 1 for n in range(24, len(counts))]
+
+
+@pytest.mark.parametrize("chunks", [[40], [16, 24], [8, 8, 8, 16]], ids=str)
+def test_the_report_counts_the_rows_below_the_limit(chunks: list[int], tmp_path: Path) -> None:
+    """The same rows wherever chunks end. Layers whose other rows are sparse are not noted as dense."""
+    method, ledger = Kascade(planned(tmp_path, (0, 1)), k=3, dense_below=22), Ledger()
+    for turn in read_text(method, text(40), chunks=chunks, steps=0):
+        for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+            ledger.add("prefill", call, "kascade", outcome, exact_selection())
+        ledger.commit()
+    report = ledger.report()
+    some = "dense for 24 of 40 rows: fewer than 22 tokens (dense_below)"
+    assert [layer.dense_notes for layer in report.layers] == [("dense: first anchor",), (some,), (some,)]
+    assert str(report).count(some) == 2 and report.to_json()["layers"][1]["dense_counts"] == [24]
+
+
+def test_the_report_counts_the_rows_that_the_budget_covers(tmp_path: Path) -> None:
+    method, ledger = Kascade(planned(tmp_path, (0, 1)), k=10), Ledger()
+    for turn in read_text(method, text(40), chunks=[8, 32], steps=0):
+        for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+            ledger.add("prefill", call, "kascade", outcome, exact_selection())
+        ledger.commit()
+    assert ledger.report().layers[2].dense_notes == ("dense for 8 of 40 rows: the budget covers all keys",)
 
 
 def test_the_report_names_a_sample(tmp_path: Path) -> None:

@@ -62,6 +62,9 @@ from longreach.ops.types import require
 from longreach.plans import is_automatic
 
 
+COVERED = "the budget covers all keys"
+
+
 class AnchorSelection(NamedTuple):
     """The lists that an anchor leaves for the layers after it: of rows (decode), or of tiles (prefill)."""
 
@@ -266,7 +269,7 @@ class Kascade(AttentionMethod):
         notes = _sampling_notes(call, self.score_every, 1 if whole is not None else self.lse_every)
         if whole is not None:
             return Outcome(whole, state.role.dense, notes)
-        return Outcome(call.attend(chosen), None, notes)
+        return Outcome(call.attend(chosen), None, notes, partly_dense=self._partly_dense(tiles))
 
     def _reuse(self, call: LayerCall, state: KascadeState) -> Outcome:
         role, left = state.role, call.shared.get(self)
@@ -279,13 +282,23 @@ class Kascade(AttentionMethod):
                 f"(longreach calibrate kascade)"
             )
         if isinstance(left.lists, TileLists):
-            return Outcome(call.attend(with_lists(left.lists, role.head_map)))
+            attended = call.attend(with_lists(left.lists, role.head_map))
+            return Outcome(attended, partly_dense=self._partly_dense(self._tiles(call, state)))
         lists = left.lists if role.head_map is None else replace(left.lists, head_map=role.head_map)
         return outcome(call, call.attend(lists), lists, self.error_bars, self.redo)
 
     def _all_keys(self, call: LayerCall, state: KascadeState) -> Outcome:
         """Prefill of prompts so short that no tile leaves out a key: exact, by the fastest kernel for it."""
-        return attend_densely(call, state.role.dense or "the budget covers all keys")
+        reason = self._short if self._tiles(call, state).host.short_rows else COVERED
+        return attend_densely(call, state.role.dense or reason)
+
+    @property
+    def _short(self) -> str:
+        return f"fewer than {self.dense_below} tokens (dense_below)"
+
+    def _partly_dense(self, tiles: PromptTiles) -> tuple[str, int] | None:
+        """The rows of a pass that attend to all keys because of `dense_below`, for the report."""
+        return (self._short, tiles.host.short_rows) if tiles.host.short_rows else None
 
     def _tiles(self, call: LayerCall, state: KascadeState) -> PromptTiles:
         group = call.rows.q.shape[1] // call.kv.heads

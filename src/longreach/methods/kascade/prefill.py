@@ -41,12 +41,14 @@ COLUMNS = 128  # scores of a tile are laid out in multiples of so many slots
 
 class HostTiles(NamedTuple):
     """Tiles on the host. table: int64 [L, T], row numbers, -1 for none; slot: int64 [L, T], the rows' slots; start:
-    int64 [L], the tokens before each tile; keys: int64 [L], those of them that it chooses, 0 if it takes all."""
+    int64 [L], the tokens before each tile; keys: int64 [L], those of them that it chooses, 0 if it takes all. short_rows:
+    rows of tiles that begin below `dense_below`; 0 if the budget covers the keys before each of these tiles."""
 
     table: Tensor
     slot: Tensor
     start: Tensor
     keys: Tensor
+    short_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,21 @@ def tiles_of(rows: Rows, tokens: int, budget: KeyBudget) -> PromptTiles:
     table, slot, start = _from_runs(rows, tokens) if known else _from_positions(rows, tokens)
     keys = budget.keys(start, start + 1)
     some = keys < start
+    short_rows = _short_rows(table, start, budget)
     keys = keys.where(some, 0)
     of = torch.zeros(rows.pos.shape[0], dtype=torch.int64)
     tile, place = (table >= 0).nonzero(as_tuple=True)
     of[table[tile, place]] = tile
     numbers, first, of, count = _on_device(rows.pos.device, table, start.where(some, 0), of, keys)
     tiles = RowTiles(numbers.int(), first)
-    return PromptTiles(tiles, of, count, own_keys(tiles, of), HostTiles(table, slot, start, keys))
+    return PromptTiles(tiles, of, count, own_keys(tiles, of), HostTiles(table, slot, start, keys, short_rows))
+
+
+def _short_rows(table: Tensor, start: Tensor, budget: KeyBudget) -> int:
+    """`HostTiles.short_rows`."""
+    start, table = start[start + 1 < budget.dense_below], table[start + 1 < budget.dense_below]
+    left_out = budget._replace(dense_below=0).keys(start, start + 1) < start
+    return int((table >= 0).sum()) if bool(left_out.any()) else 0
 
 
 def _from_runs(rows: Rows, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +151,7 @@ def scored_rows(call: LayerCall, tiles: PromptTiles, every: int, keys_every: int
 
     keys_every: n, where the lse is estimated from each n-th key.
     """
-    table, slot, start, keys = tiles.host
+    table, slot, start, keys, _ = tiles.host
     rank = (table >= 0).long().cumsum(1) - 1
     taken = (table >= 0) & (rank % every == 0) & (keys > 0)[:, None]
     count, heads = taken.sum(1), call.kv.heads
