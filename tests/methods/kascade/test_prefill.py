@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -109,6 +111,48 @@ def test_groups_of_tiles_fit_their_memory() -> None:
         assert int(each[group].max()) * count <= 240 << 20
     assert groups[-2].stop - groups[-2].start in range(30, 40) and len(groups) < 90
     assert [g.stop - g.start for g in groups_of(host, 8, 8, 0)] == [1] * int((host.keys > 0).sum())
+
+
+@pytest.mark.parametrize("scratch", [0, 5_000, 30_000, 1 << 30])
+def test_groups_take_as_many_tiles_as_fit(scratch: int) -> None:
+    """Tiles of several sequences, in any order: none could begin a group of the one before it."""
+    draw = torch.Generator().manual_seed(1)
+    start = torch.randint(0, 400, (60,), generator=draw)
+    keys = torch.where(torch.rand(60, generator=draw) < 0.7, start // 3, 0)
+    host = reading.HostTiles(torch.zeros(60, 4), torch.zeros(60, 4), start, keys)
+    groups, each = groups_of(host, 2, 2, scratch), bytes_of_tile(start, keys, 2, 2)
+    taken = {n for group in groups for n in range(group.start, group.stop)}
+    assert taken >= set((keys > 0).nonzero().flatten().tolist()) and sum(g.stop - g.start for g in groups) == len(taken)
+    for group in groups:
+        assert int(keys[group.start]) > 0
+        ends = group.stop, group.stop + 1
+        size, more = (int(each[group.start : stop].max()) * (stop - group.start) for stop in ends)
+        assert size <= scratch or group.stop == group.start + 1
+        assert more > scratch or group.stop == 60
+
+
+def test_groups_are_found_once_a_pass_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, groups_of = list[int](), reading.groups_of
+
+    def count(*given: Any) -> list[slice]:
+        asked.append(1)
+        return groups_of(*given)
+
+    monkeypatch.setattr(reading, "groups_of", count)
+    read_text(Kascade(planned(tmp_path, (0, 2)), k=3), text(40), steps=0)
+    assert len(asked) == 1
+    seconds = []
+    for tiles in (4096, 32768):
+        start = torch.arange(tiles) * 32
+        host = reading.HostTiles(torch.zeros(tiles, 1), torch.zeros(tiles, 1), start, (start * 0.1).long())
+        seconds.append(min(_seconds(lambda host=host: groups_of(host, 8, 8, 1 << 24)) for _ in range(3)))
+    assert seconds[1] < 24 * seconds[0], "8 times the tiles; a quadratic search takes 64 times as long"
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
 
 
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)

@@ -61,7 +61,6 @@ from longreach.ops.tile_lists import with_lists
 from longreach.ops.types import require
 from longreach.plans import is_automatic
 
-
 COVERED = "the budget covers all keys"
 
 

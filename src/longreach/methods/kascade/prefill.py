@@ -41,8 +41,8 @@ COLUMNS = 128  # scores of a tile are laid out in multiples of so many slots
 
 class HostTiles(NamedTuple):
     """Tiles on the host. table: int64 [L, T], row numbers, -1 for none; slot: int64 [L, T], the rows' slots; start:
-    int64 [L], the tokens before each tile; keys: int64 [L], those of them that it chooses, 0 if it takes all. short_rows:
-    rows of tiles that begin below `dense_below`; 0 if the budget covers the keys before each of these tiles."""
+    int64 [L], the tokens before each tile; keys: int64 [L], those of them that it chooses, 0 if it takes all.
+    short_rows: rows of tiles that begin below `dense_below`; 0 if the budget covers the keys before each of these."""
 
     table: Tensor
     slot: Tensor
@@ -189,7 +189,7 @@ def choose_for_tiles(
         lse = call.op("tile_log_sums", scored.tiles, every=keys_every)
         call.count_read(Read.of(call.kv, scored.visible, values=False, counted=scored.lse_keys))
     call.count_read(Read.of(call.kv, scored.before, values=False, counted=scored.keys_before))
-    for some in groups_of(tiles.host, heads, call.kv.heads, scratch_for(lse)):
+    for some in _groups(call, tiles, heads, scratch_for(lse)):
         _choose(budget, call, tiles, scored.tiles, some, offsets, lse, index)
     lists = PackedLists(index, offsets, heads, row_to_list=tiles.of, all_visible=True)
     return TileLists(lists, tiles.own, tiles.tiles)
@@ -221,17 +221,26 @@ def groups_of(tiles: HostTiles, heads: int, kv_heads: int, scratch: int) -> list
 
     Tiles that choose nothing are left out where no tile of a group chooses. heads: lists of a tile.
     """
-    each = bytes_of_tile(tiles.start, tiles.keys, heads, kv_heads)
-    found, end = list[slice](), 0
-    while end < len(each):
-        chosen = (tiles.keys[end:] > 0).nonzero()
-        if not len(chosen):
-            break
-        begin = end + int(chosen[0])
-        size = each[begin:].cummax(0).values * torch.arange(1, len(each) - begin + 1)  # as many columns as the largest
-        end = begin + max(1, int((size <= scratch).long().cumprod(0).sum()))
-        found.append(slice(begin, end))
-    return found
+    found, begin, largest = list[slice](), -1, 0  # begin: of the open group, -1 between groups
+    each = bytes_of_tile(tiles.start, tiles.keys, heads, kv_heads).tolist()
+    for tile, (size, keys) in enumerate(zip(each, tiles.keys.tolist(), strict=True)):
+        if begin >= 0 and max(largest, size) * (tile + 1 - begin) > scratch:  # as many columns as the largest
+            found.append(slice(begin, tile))
+            begin = -1
+        if begin >= 0:
+            largest = max(largest, size)
+        elif keys > 0:
+            begin, largest = tile, size
+    return found if begin < 0 else [*found, slice(begin, len(each))]
+
+
+def _groups(call: LayerCall, tiles: PromptTiles, heads: int, scratch: int) -> list[slice]:
+    """`groups_of`, once for the anchors of a pass."""
+
+    def make() -> tuple[PromptTiles, list[slice]]:
+        return tiles, groups_of(tiles.host, heads, call.kv.heads, scratch)
+
+    return call.once(("groups", id(tiles), heads, scratch), make)[1]  # an id is unique while its object lives
 
 
 def bytes_of_tile(length: Tensor, keys: Tensor, heads: int, kv_heads: int) -> Tensor:
