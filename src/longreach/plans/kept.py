@@ -7,6 +7,7 @@ whole fingerprint is in the plan's settings: a renamed or copied file is not tak
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,10 +33,11 @@ def folder() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "longreach" / "plans"
 
 
-def kept(kind: str, model: Shape, fingerprint: str) -> Kept:
+def kept(kind: str, model: Shape, fingerprint: str, read: Callable[[Plan], object]) -> Kept:
     """The kept plan of a model with these weights. Files that cannot be used are named, and never an error.
 
-    fingerprint: hex digits of all weights, as the adapter hashes them.
+    fingerprint: hex digits of all weights, as the adapter hashes them. read: the method's reader, which raises
+    InvalidInput for a plan that it cannot use.
     """
     stem = f"{kind}-{model.config[:12]}-"
     path, ignored = folder() / f"{stem}{fingerprint[:16]}.json", list[str]()
@@ -52,6 +54,10 @@ def kept(kind: str, model: Shape, fingerprint: str) -> Kept:
         plan.check(model, path.name)
     except InvalidInput as error:
         return Kept(None, path, (*ignored, str(error)))
+    try:
+        read(plan)
+    except InvalidInput as error:
+        return Kept(None, path, (*ignored, f"{path.name}: {error}"))
     if plan.made.settings.get(FINGERPRINT) != fingerprint:
         return Kept(None, path, (*ignored, f"{path.name} is of other weights: its fingerprint is another"))
     return Kept(plan, path, tuple(ignored))

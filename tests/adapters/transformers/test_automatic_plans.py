@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from longreach.methods.kascade.automatic import KascadeMaker
 from longreach.methods.kascade.calibration_result import CalibrationResult
 from longreach.methods.loki.automatic import LokiMaker
 from longreach.methods.loki.plan import LokiPlan
-from longreach.plans import load
+from longreach.plans import Plan, load
 from longreach.runtime import PlanReport
 from longreach.testing.tiny import random_tokens, tiny_model
 
@@ -238,6 +239,51 @@ def test_plans_of_other_weights_are_not_used(model: Any, prompt: Tensor, tmp_pat
     assert third is not None and third.source == "prompt" and "is no plan" in third.ignored[-1]
     _, last = tokens(model, prompt, Kascade(**SPARSE))
     assert last is not None and last.source == "cache"
+
+
+def damaged_anchors(plan: Plan) -> Plan:
+    return replace(plan, values={**plan.values, "anchors": [1, 3]})
+
+
+def without_anchors(plan: Plan) -> Plan:
+    return replace(plan, values={name: x for name, x in plan.values.items() if name != "anchors"})
+
+
+def without_a_tile(plan: Plan) -> Plan:
+    return replace(plan, values={**plan.values, "tile": 0})
+
+
+def fewer_heads(plan: Plan) -> Plan:
+    return replace(plan, arrays={name: x[:, :1] for name, x in plan.arrays.items()})
+
+
+def without_variance(plan: Plan) -> Plan:
+    return replace(plan, arrays={"basis": plan.arrays["basis"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "fault"),
+    [
+        ("kascade", damaged_anchors, "anchors: expected the first to be 0"),
+        ("kascade", without_anchors, "the plan lacks the value 'anchors'"),
+        ("kascade", without_a_tile, "tile: expected a count"),
+        ("loki", fewer_heads, "basis: expected"),
+        ("loki", without_variance, "variance"),
+    ],
+)
+def test_a_damaged_kept_plan_is_named_and_made_again(
+    name: str, damage: Callable[[Plan], Plan], fault: str, model: Any, prompt: Tensor, tmp_path: Path
+) -> None:
+    """A plan of this model's weights whose values or arrays are wrong: no error, and no use of it."""
+    answer, _ = tokens(model, prompt, METHODS[name]("auto"))
+    (file,) = kept(name, tmp_path)
+    damage(load(file, name)).save(file)
+    again, made = tokens(model, prompt, METHODS[name]("auto"))
+    assert made is not None and made.source == "prompt" and again == answer
+    (told,) = made.ignored
+    assert told.startswith(f"{file.name}: ") and fault in told
+    _, last = tokens(model, prompt, METHODS[name]("auto"))
+    assert last is not None and last.source == "cache" and last.ignored == ()
 
 
 def test_weights_without_a_fingerprint(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

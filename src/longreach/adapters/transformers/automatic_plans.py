@@ -66,7 +66,7 @@ class PlanSession:
                 f"{method.name}: no plan is made of a prompt under tensor parallelism, as each rank sees its own heads "
                 f"only; {how_to_make(maker.kind)}, with --ranks if the method has a head map, and give plan=plan.json"
             )
-        found = self._find(maker.kind)
+        found = self._find(maker)
         if found is not None and found.plan is not None:
             self.plans.put(found.plan)
             about = maker.about(found.plan)
@@ -173,11 +173,11 @@ class PlanSession:
             self._not_kept = str(refusal)
             return None
 
-    def _find(self, kind: str) -> Kept | None:
+    def _find(self, maker: PlanMaker) -> Kept | None:
         if self._digest is None:
             return None
-        self._kept[kind] = kept(kind, self.shape, self._digest)
-        return self._kept[kind]
+        found = self._kept[maker.kind] = kept(maker.kind, self.shape, self._digest, maker.about)
+        return found
 
     def _keep(self, plan: Plan) -> tuple[str | None, str | None]:
         """(file, None), or (None, why the plan is not kept)."""
