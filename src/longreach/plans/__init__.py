@@ -2,7 +2,7 @@
 
 from longreach.plans.files import load
 from longreach.plans.finding import AUTO, NONE, default_file, find, is_automatic, named, shipped, shipped_for
-from longreach.plans.kept import FINGERPRINT, Kept, kept
+from longreach.plans.kept import FINGERPRINT, NO_FOLDER, Kept, kept
 from longreach.plans.plan import KINDS, Made, Plan, PlannedModel, Shape, how_to_make
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "FINGERPRINT",
     "KINDS",
     "NONE",
+    "NO_FOLDER",
     "Kept",
     "Made",
     "Plan",

@@ -20,17 +20,25 @@ FINGERPRINT = "fingerprint"  # among a plan's settings
 
 @dataclass(frozen=True)
 class Kept:
-    """plan: None if none fits. path: its place, also before it is there. ignored: files that do not fit, and why."""
+    """plan: None if none fits. path: its place, also before it is there; None if there is no folder for it. ignored:
+    files that do not fit, and why."""
 
     plan: Plan | None
-    path: Path
+    path: Path | None
     ignored: tuple[str, ...] = ()
 
 
-def folder() -> Path:
-    """The folder of kept plans: longreach/plans in XDG_CACHE_HOME, else in ~/.cache."""
+NO_FOLDER = "this user has no home folder; set HOME, or XDG_CACHE_HOME to an absolute path"
+
+
+def folder() -> Path | None:
+    """The folder of kept plans: longreach/plans in XDG_CACHE_HOME, else in ~/.cache; None for a user without either."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "longreach" / "plans"
+    try:
+        cache = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    except RuntimeError:  # HOME is not set, and the user is not in the passwd file
+        return None
+    return cache / "longreach" / "plans"
 
 
 def kept(kind: str, model: Shape, fingerprint: str, read: Callable[[Plan], object]) -> Kept:
@@ -40,7 +48,10 @@ def kept(kind: str, model: Shape, fingerprint: str, read: Callable[[Plan], objec
     InvalidInput for a plan that it cannot use.
     """
     stem = f"{kind}-{model.config[:12]}-"
-    path, ignored = folder() / f"{stem}{fingerprint[:16]}.json", list[str]()
+    place = folder()
+    if place is None:
+        return Kept(None, None)
+    path, ignored = place / f"{stem}{fingerprint[:16]}.json", list[str]()
     try:
         others = sorted(other.name for other in path.parent.glob(f"{stem}*.json") if other != path)
         here = path.is_file()

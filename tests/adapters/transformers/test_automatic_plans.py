@@ -223,6 +223,17 @@ def test_an_unwritable_folder(model: Any, prompt: Tensor, tmp_path: Path, monkey
     assert answer == tokens(model, prompt, Kascade(**SPARSE))[0]
 
 
+def test_a_user_without_a_home_folder(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container HOME may be unset, and the user's number unknown."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 987654)
+    for _ in range(2):
+        _, made = tokens(model, prompt, Kascade(**SPARSE))
+        assert made is not None and made.source == "prompt" and made.file is None and made.ignored == ()
+        assert made.not_kept is not None and "no home folder" in made.not_kept and made.not_kept in str(made)
+
+
 def test_plans_of_other_weights_are_not_used(model: Any, prompt: Tensor, tmp_path: Path) -> None:
     other = tiny_model("llama", num_hidden_layers=4, seed=1)
     tokens(other, prompt, Kascade(**SPARSE))

@@ -27,7 +27,7 @@ from longreach.methods.call import LayerCall, Meter, ModelShape
 from longreach.methods.kascade.calibrate import change
 from longreach.methods.plan_maker import PlanMaker, PlanParts, PromptRead
 from longreach.methods.plan_rows import PlanRows, RowsAndChanges
-from longreach.plans import FINGERPRINT, Kept, Made, Plan, PlannedModel, how_to_make, kept
+from longreach.plans import FINGERPRINT, NO_FOLDER, Kept, Made, Plan, PlannedModel, how_to_make, kept
 from longreach.runtime import Ledger, PlanReport
 
 
@@ -184,6 +184,8 @@ class PlanSession:
         if plan.kind not in self._kept:
             return None, self._not_kept
         path = self._kept[plan.kind].path
+        if path is None:
+            return None, NO_FOLDER
         try:
             plan.save(path)
         except InvalidInput as error:
