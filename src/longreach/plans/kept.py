@@ -21,7 +21,7 @@ FINGERPRINT = "fingerprint"  # among a plan's settings
 @dataclass(frozen=True)
 class Kept:
     """plan: None if none fits. path: its place, also before it is there; None if there is no folder for it. ignored:
-    files that do not fit, and why."""
+    why the file there cannot be used. Plans of other weights have places of their own and are not named."""
 
     plan: Plan | None
     path: Path | None
@@ -42,33 +42,29 @@ def folder() -> Path | None:
 
 
 def kept(kind: str, model: Shape, fingerprint: str, read: Callable[[Plan], object]) -> Kept:
-    """The kept plan of a model with these weights. Files that cannot be used are named, and never an error.
+    """The kept plan of a model with these weights. A file that cannot be used is named, and never an error.
 
     fingerprint: hex digits of all weights, as the adapter hashes them. read: the method's reader, which raises
     InvalidInput for a plan that it cannot use.
     """
-    stem = f"{kind}-{model.config[:12]}-"
     place = folder()
     if place is None:
         return Kept(None, None)
-    path, ignored = place / f"{stem}{fingerprint[:16]}.json", list[str]()
+    path = place / f"{kind}-{model.config[:12]}-{fingerprint[:16]}.json"
     try:
-        others = sorted(other.name for other in path.parent.glob(f"{stem}*.json") if other != path)
-        here = path.is_file()
+        if not path.is_file():
+            return Kept(None, path)
     except OSError as error:
         return Kept(None, path, (f"{path.parent} cannot be read: {error.strerror}",))
-    ignored += [f"{name} is of other weights of this configuration" for name in others]
-    if not here:
-        return Kept(None, path, tuple(ignored))
     try:
         plan = load(path, kind)
         plan.check(model, path.name)
     except InvalidInput as error:
-        return Kept(None, path, (*ignored, str(error)))
+        return Kept(None, path, (str(error),))
     try:
         read(plan)
     except InvalidInput as error:
-        return Kept(None, path, (*ignored, f"{path.name}: {error}"))
+        return Kept(None, path, (f"{path.name}: {error}",))
     if plan.made.settings.get(FINGERPRINT) != fingerprint:
-        return Kept(None, path, (*ignored, f"{path.name} is of other weights: its fingerprint is another"))
-    return Kept(plan, path, tuple(ignored))
+        return Kept(None, path, (f"{path.name} is of other weights: its fingerprint is another",))
+    return Kept(plan, path)

@@ -239,8 +239,7 @@ def test_plans_of_other_weights_are_not_used(model: Any, prompt: Tensor, tmp_pat
     tokens(other, prompt, Kascade(**SPARSE))
     (theirs,) = kept("kascade", tmp_path)
     _, made = tokens(model, prompt, Kascade(**SPARSE))
-    assert made is not None and made.source == "prompt"
-    assert made.ignored == (f"{theirs.name} is of other weights of this configuration",)
+    assert made is not None and made.source == "prompt" and made.ignored == (), "a plan of other weights is no damage"
     (mine,) = set(kept("kascade", tmp_path)) - {theirs}
     mine.write_bytes(theirs.read_bytes())  # under this model's name
     _, again = tokens(model, prompt, Kascade(**SPARSE))
