@@ -167,6 +167,10 @@ class AttentionMethod(PromptObserver, ABC):
     def check(self, model: ModelShape) -> None:
         """Raise InvalidInput if an option does not fit the model. Called before a session attaches or switches."""
 
+    def check_prompts(self, model: ModelShape) -> None:
+        """Raise InvalidInput if the method can decode but not read prompts of the model. Called after `check`, for the
+        prefill method."""
+
 
 def attend_densely(call: LayerCall, reason: str | None = None) -> Outcome:
     """Exact attention over all keys visible to the rows. reason: why, for the report."""

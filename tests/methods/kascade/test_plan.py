@@ -82,11 +82,17 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], words: list[str]) ->
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "tile"])
 def test_a_value_that_is_missing_is_named(name: str) -> None:
     broken = made()
     with pytest.raises(InvalidInput, match=f"lacks the value '{name}'"):
         KascadePlan.of(replace(broken, values={n: v for n, v in broken.values.items() if n != name}))
+
+
+def test_a_plan_for_decode_only_has_no_tile() -> None:
+    without = replace(made(), values={n: v for n, v in VALUES.items() if n != "tile"})
+    found = KascadePlan.of(without)
+    assert found.tile is None and found.values() == without.values
 
 
 def test_another_kind_of_plan_is_refused() -> None:

@@ -50,7 +50,7 @@ from longreach.methods.choosing import (
 from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
 from longreach.methods.kascade.automatic import KascadeMaker
 from longreach.methods.kascade.budget import KeyBudget
-from longreach.methods.kascade.plan import KIND, KascadePlan
+from longreach.methods.kascade.plan import KIND, KascadePlan, tokens_of_tile
 from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, scored_rows, tiles_of
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.role import role_of
@@ -162,6 +162,11 @@ class Kascade(AttentionMethod):
     def check(self, model: ModelShape) -> None:
         self.plan_of(model)
         check_layers_of("dense_layers", self.dense_layers, model.layers)
+
+    def check_prompts(self, model: ModelShape) -> None:
+        plan = self.plan_of(model)
+        if plan is not None:
+            tokens_of_tile(plan.tile, model.query_heads // model.kv_heads)
 
     def plan_of(self, model: ModelShape) -> KascadePlan | None:
         """The plan for a model; None while the session has yet to make it. Raises InvalidInput as `plans.find`."""
@@ -301,7 +306,7 @@ class Kascade(AttentionMethod):
 
     def _tiles(self, call: LayerCall, state: KascadeState) -> PromptTiles:
         group = call.rows.q.shape[1] // call.kv.heads
-        tokens = max(1, state.role.tile // group)
+        tokens = tokens_of_tile(state.role.tile, group)
         return call.once((self, "tiles"), lambda: tiles_of(call.rows, tokens, self.budget))
 
 

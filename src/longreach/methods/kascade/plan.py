@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from longreach.errors import InvalidInput
 from longreach.methods.base import is_count
 from longreach.ops.types import require
-from longreach.plans import Plan
+from longreach.plans import Plan, how_to_make
 
 KIND = "kascade"
 HELP = "take another plan, or calibrate again (longreach calibrate kascade)"
@@ -24,7 +25,8 @@ class KascadePlan:
     head_map [L][G]: the KV head of `anchor_of(layer)` whose keys a layer's KV head attends to. Many to one, over the
     heads of all ranks. In anchors and in layers outside the plan each head has its own number.
     layers: layers of full attention, ascending. The others attend to their window and are outside the plan.
-    k: keys of a tile in the comparison of layers. tile: query rows of a tile, the group's heads counted.
+    k: keys of a tile in the comparison of layers. tile: query rows of a tile, the group's heads counted;
+    None in a plan for decode only.
     Raises InvalidInput if these do not fit each other.
     """
 
@@ -32,7 +34,7 @@ class KascadePlan:
     head_map: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
     k: int
-    tile: int
+    tile: int | None
 
     def __post_init__(self) -> None:
         _check_layers("layers", self.layers, len(self.head_map))
@@ -58,7 +60,7 @@ class KascadePlan:
                 f"head_map of layer {layer}, which takes no other layer's keys: expected each head its own, got "
                 f"{row!r}; {HELP}",
             )
-        for name, value in (("k", self.k), ("tile", self.tile)):
+        for name, value in (("k", self.k), *((("tile", self.tile),) if self.tile is not None else ())):
             require(is_count(value, 1), f"{name}: expected a count from 1 to {2**31 - 1}, got {value!r}; {HELP}")
 
     @classmethod
@@ -71,7 +73,7 @@ class KascadePlan:
             head_map=tuple(_row(row, n) for n, row in enumerate(_list(values, "head_map"))),
             layers=_numbers(values, "layers"),
             k=_value(values, "k"),
-            tile=_value(values, "tile"),
+            tile=values.get("tile"),
         )
         size = (len(found.head_map), len(found.head_map[0]))
         wanted = (plan.model.layers, plan.model.kv_heads)
@@ -88,12 +90,22 @@ class KascadePlan:
             "head_map": [list(row) for row in self.head_map],
             "layers": list(self.layers),
             "k": self.k,
-            "tile": self.tile,
+            **({} if self.tile is None else {"tile": self.tile}),
         }
 
     def anchor_of(self, layer: int) -> int:
         """The anchor that chooses a layer's keys: the last at or before it. layer: one of `layers`."""
         return self.anchors[bisect_right(self.anchors, layer) - 1]
+
+
+def tokens_of_tile(tile: int | None, group: int) -> int:
+    """Tokens of a prompt's tile. group: query heads of a KV head. Raises InvalidInput for a plan without tiles."""
+    if tile is None:
+        raise InvalidInput(
+            f"kascade: the plan lacks the value 'tile', so it serves decode only and cannot read prompts; give it to "
+            f"decode= alone, or {how_to_make(KIND)}"
+        )
+    return max(1, tile // group)
 
 
 def _check_layers(name: str, layers: tuple[int, ...], count: int) -> None:

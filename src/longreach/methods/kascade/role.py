@@ -22,14 +22,14 @@ class LayerRole:
     anchor: the layer whose lists it attends to; an anchor's own number. dense: why it attends densely, else None.
     serves: whether other layers attend to its lists. head_map: int64 [G] on the device, the head of the anchor whose
     keys each KV head takes, None where each takes its own or one set serves all. tile: rows of a tile, the query heads
-    of a group counted.
+    of a group counted; None in a plan for decode only.
     """
 
     anchor: int
     dense: str | None
     serves: bool
     head_map: Tensor | None
-    tile: int
+    tile: int | None
 
 
 def role_of(
