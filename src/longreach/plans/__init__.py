@@ -3,7 +3,7 @@
 from longreach.plans.files import load
 from longreach.plans.finding import AUTO, NONE, default_file, find, is_automatic, named, shipped, shipped_for
 from longreach.plans.kept import FINGERPRINT, NO_FOLDER, Kept, kept
-from longreach.plans.plan import KINDS, Made, Plan, PlannedModel, Shape, how_to_make
+from longreach.plans.plan import KINDS, Made, Plan, PlannedModel, Shape, device_name, how_to_make
 
 __all__ = [
     "AUTO",
@@ -17,6 +17,7 @@ __all__ = [
     "PlannedModel",
     "Shape",
     "default_file",
+    "device_name",
     "find",
     "how_to_make",
     "is_automatic",

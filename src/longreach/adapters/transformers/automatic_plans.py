@@ -27,7 +27,7 @@ from longreach.methods.call import LayerCall, Meter, ModelShape
 from longreach.methods.kascade.calibrate import change
 from longreach.methods.plan_maker import PlanMaker, PlanParts, PromptRead
 from longreach.methods.plan_rows import PlanRows, RowsAndChanges
-from longreach.plans import FINGERPRINT, NO_FOLDER, Kept, Made, Plan, PlannedModel, how_to_make, kept
+from longreach.plans import FINGERPRINT, NO_FOLDER, Kept, Made, Plan, PlannedModel, device_name, how_to_make, kept
 from longreach.runtime import Ledger, PlanReport
 
 
@@ -151,15 +151,13 @@ class PlanSession:
         return PromptRead(self.shape, length, slot, views, calls, changes)
 
     def _plan(self, maker: PlanMaker, parts: PlanParts, tokens: int) -> Plan:
-        device = self._model.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         settings = {**parts.settings, "automatic": True, "dtype": str(self._model.dtype).removeprefix("torch.")}
         if self._digest is not None:
             settings[FINGERPRINT] = self._digest
         made = Made(
             data="the last tokens of a session's first prompt", sha256="", tokens=tokens, settings=settings, seed=0,
             longreach=version("longreach"), commit=None, torch=torch.__version__,
-            transformers=transformers.__version__, device=name,
+            transformers=transformers.__version__, device=device_name(self._model.device),
         )  # fmt: skip
         model = Path(self._model.config.name_or_path or "").name or type(self._model).__name__
         return Plan(maker.kind, PlannedModel.of(model, self.shape), parts.values, made, parts.arrays)

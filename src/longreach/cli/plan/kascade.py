@@ -81,6 +81,10 @@ def show(plan: Plan, out: Console) -> None:
         mark = " <" if row["anchors"] == list(chosen.anchors) else ""
         anchors = " ".join(map(str, row["anchors"]))
         table.row([percent(row["value"]), percent(row["bytes"]), percent(row["even_value"]), f"{anchors}{mark}"])
+    for device, phases in chosen.dense_below.items():
+        out.print()
+        for phase, tokens in phases.items():
+            out.print(f"{phase} on {device}: dense attention below {tokens} tokens, where it is faster")
     counted = "weighted by importance, over all layers" if found.weighted else "mean over layers, equal weights"
     out.print(
         "\nserved: weight that a head finds on the keys chosen by the head that it is mapped to, over that on its own "
