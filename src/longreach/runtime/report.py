@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from longreach.cache import MemoryUse
@@ -64,6 +64,7 @@ class PlanReport:
     source: "cache", a plan kept from before; "prompt", made of this session's prompt; None: there is none yet. about:
     the plan, or why there is none. tokens: of the prompt; seconds: to make the plan, beside the prefill. file: where it
     is kept. not_kept: why it is kept for this session only. ignored: files in the cache folder that do not fit.
+    hash_seconds: to hash the weights, by which kept plans are found: once a session, for its first plan.
     """
 
     kind: str
@@ -74,6 +75,7 @@ class PlanReport:
     file: str | None = None
     not_kept: str | None = None
     ignored: tuple[str, ...] = ()
+    hash_seconds: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         if self.source is None:
@@ -84,7 +86,8 @@ class PlanReport:
             text = f"{self.kind} plan made of {self.tokens} tokens in {self.seconds:.2f} s: {self.about}"
         kept = [f"kept in {self.file}"] * (self.file is not None)
         kept += [f"for this session only: {self.not_kept}"] * (self.not_kept is not None)
-        return "; ".join((text, *kept, *(f"not used: {one}" for one in self.ignored)))
+        hashed = [] if self.hash_seconds is None else [f"hashing the weights took {self.hash_seconds:.2f} s"]
+        return "; ".join((text, *kept, *(f"not used: {one}" for one in self.ignored), *hashed))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -294,6 +295,26 @@ def test_a_damaged_kept_plan_is_named_and_made_again(
     assert told.startswith(f"{file.name}: ") and fault in told
     _, last = tokens(model, prompt, METHODS[name]("auto"))
     assert last is not None and last.source == "cache" and last.ignored == ()
+
+
+def test_the_report_names_the_time_of_hashing_once(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, times = automatic_plans.fingerprint, list[int]()
+
+    def slow(*given: Any, **options: Any) -> Any:
+        times.append(1)
+        time.sleep(0.05)
+        return real(*given, **options)
+
+    monkeypatch.setattr(automatic_plans, "fingerprint", slow)
+    for source in ("prompt", "cache"):
+        with attach(model, prefill=METHODS["kascade"]("auto"), decode=METHODS["loki"]("auto")) as session:
+            assert "hashing the weights took 0." in str(session.report().plans[0])
+            longreach.generate(session, prompt, max_new_tokens=4)
+            first, second = session.report().plans
+        assert first.source == second.source == source
+        assert first.hash_seconds is not None and first.hash_seconds >= 0.05 and second.hash_seconds is None
+        assert "hashing the weights took 0." in str(first) and "hashing" not in str(second)
+    assert len(times) == 2, "once a session"
 
 
 def test_weights_without_a_fingerprint(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

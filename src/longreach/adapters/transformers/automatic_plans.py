@@ -49,6 +49,7 @@ class PlanSession:
         self._model, self._fused = model, fused
         self._waiting: dict[str, PlanMaker] = {}
         self._kept: dict[str, Kept] = {}
+        self._hashed: tuple[str, float] | None = None  # the plan that it was done for, and seconds
         self._not_kept: str | None = None  # why no plan of this model can be kept
         self._reports: dict[str, PlanReport] = {}
         self._hooks = ExitStack()
@@ -71,8 +72,9 @@ class PlanSession:
             self.plans.put(found.plan)
             about = maker.about(found.plan)
             self._reports[maker.kind] = PlanReport(
-                maker.kind, "cache", about, file=str(found.path), ignored=found.ignored
-            )
+                maker.kind, "cache", about, file=str(found.path), ignored=found.ignored,
+                hash_seconds=self._hash_seconds(maker.kind),
+            )  # fmt: skip
             return
         self._waiting[maker.kind] = maker
         if self._fused:
@@ -118,7 +120,7 @@ class PlanSession:
         del self._waiting[maker.kind]
         self._reports[maker.kind] = PlanReport(
             maker.kind, "prompt", maker.about(plan), prompt.length, seconds, *self._keep(plan),
-            ignored=self._reports[maker.kind].ignored,
+            ignored=self._reports[maker.kind].ignored, hash_seconds=self._hash_seconds(maker.kind),
         )  # fmt: skip
 
     def _prompt(self, maker: PlanMaker, cache: LongreachCache) -> PromptRead:
@@ -172,10 +174,16 @@ class PlanSession:
             return None
 
     def _find(self, maker: PlanMaker) -> Kept | None:
+        started, first = now(self._model), "_digest" not in self.__dict__
+        if self._digest is not None and first:
+            self._hashed = maker.kind, now(self._model) - started
         if self._digest is None:
             return None
         found = self._kept[maker.kind] = kept(maker.kind, self.shape, self._digest, maker.about)
         return found
+
+    def _hash_seconds(self, kind: str) -> float | None:
+        return self._hashed[1] if self._hashed is not None and self._hashed[0] == kind else None
 
     def _keep(self, plan: Plan) -> tuple[str | None, str | None]:
         """(file, None), or (None, why the plan is not kept)."""
@@ -193,7 +201,7 @@ class PlanSession:
     def _wait(self, kind: str, reason: str) -> None:
         self.plans.reasons[kind] = reason
         ignored = self._kept[kind].ignored if kind in self._kept else ()
-        self._reports[kind] = PlanReport(kind, None, reason, ignored=ignored)
+        self._reports[kind] = PlanReport(kind, None, reason, ignored=ignored, hash_seconds=self._hash_seconds(kind))
 
     def _observe(self) -> None:
         """Keep the rows of prompts that makers wait for, and no others."""
