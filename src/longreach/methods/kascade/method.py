@@ -94,7 +94,7 @@ class Kascade(AttentionMethod):
         each n-th key: n = 1, from all (exact). Layers that attend densely have the exact one and do not use this.
         The chosen keys hold a little less weight: the report names it.
     score_every: in a prompt, a tile is scored by each n-th of its rows, the first included: n = 1, by all (exact).
-        The passes over all keys take as much less time, and the chosen keys hold less weight: the report names it.
+        The passes over all keys count an n-th of the reads, and the chosen keys hold less weight: the report names it.
     choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
         (`choosing.chosen_keys`). Scores of another layer are no better a guess than that.
     seed: of the draw.
