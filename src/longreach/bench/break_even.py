@@ -8,6 +8,7 @@ attention.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,11 +78,12 @@ def _calls(
     inputs: Inputs, method: AttentionMethod, model: ModelShape, layers: Sequence[int], phase: Phase
 ) -> list[Call]:
     """A pass of all layers. Each layer of a decode step reads another copy of the inputs than the one before."""
-    memory, slots, rows = Memory(), torch.zeros(1, dtype=torch.int64, device=inputs.device), inputs.shape.rows
+    memory, slots = Memory(), torch.zeros(1, dtype=torch.int64, device=inputs.device)
+    rows = inputs.rows(0, inputs.shape.rows)  # the layers of a pass share positions
     made = [
         partial(
-            LayerCall, rows=inputs.rows(copy, rows), kv=inputs.view(copy, memory), slots=slots, scale=inputs.scale,
-            impl=IMPL, model=model, phase=phase,
+            LayerCall, rows=replace(rows, q=inputs.q(copy, inputs.shape.rows)), kv=inputs.view(copy, memory),
+            slots=slots, scale=inputs.scale, impl=IMPL, model=model, phase=phase,
         )
         for copy in range(inputs.copies)
     ]  # fmt: skip
