@@ -88,7 +88,7 @@ def _calls(
         for copy in range(inputs.copies)
     ]  # fmt: skip
     states = dict[int, SequenceState | None]()
-    tables: dict[Any, Any] = {}  # of a prompt's tiles, which a pass makes once, from what the host knows
+    tables: dict[Any, Any] = {}  # of a prompt's tiles: made once, as their copies to the device cannot be captured
 
     def run() -> None:
         shared = tables if phase == "prefill" else {}
