@@ -13,6 +13,7 @@ from longreach.bench.cases import CASES, tiny
 from longreach.bench.check import WrongResult
 from longreach.bench.decoding import Decoding
 from longreach.bench.first_token import run_first_token
+from longreach.records.stale import launches_of
 
 CASE = replace(tiny(CASES["first-token-32k"]), replays=3, targets=CASES["first-token-32k"].targets)
 
@@ -29,6 +30,7 @@ def test_both_sides_and_the_plan_have_times(bench: Decoding) -> None:
     for entry in result["entries"]:
         assert len(entry["microseconds"]["replays"]) == 3 and min(entry["microseconds"]["replays"]) > 0
         assert entry["error"] is None and entry["unchecked"]
+        assert entry["launched"] is not None and launches_of(result) == [], "a CPU launches no kernels"
     dense, kascade = (entry["microseconds"]["median"] for entry in result["entries"])
     speed, memory = result["targets"]
     assert speed["got"] == pytest.approx(dense / kascade) and memory["got"] is None, "a CPU tells no peak"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.cells import cell_len
@@ -11,7 +12,8 @@ from rich.console import Console
 from rich.text import Text
 
 from longreach.cli import show
-from longreach.cli.show import Column, Table, duration, fitted, percent, size
+from longreach.cli.show import Column, Table, console, duration, fitted, percent, show_plans, size
+from longreach.runtime import PlanReport
 
 COLUMNS = [Column("name", 12, left=True), Column("bytes", 7), Column("K", 30, wide=True), Column("time", 8)]
 
@@ -112,3 +114,13 @@ def test_sizes_fit_eight_characters() -> None:
              3_120_000: "3.12 MB", 44_018_040: "44 MB", 16 * 10**12: "16 TB"}  # fmt: skip
     assert {number: size(number) for number in shown} == shown
     assert all(len(size(10**n - 1)) <= 8 for n in range(1, 17))
+
+
+def test_each_plan_is_shown_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sessions that use the same plan differ in the time that hashing the weights took."""
+    made = PlanReport("loki", "cache", "64 directions", file="loki.json", hash_seconds=1.0)
+    show_plans(console(), [made, replace(made, hash_seconds=2.0), {"text": "kascade plan"}])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        shown.count("64 directions") == 1 and "hashing the weights took 1.00 s." in shown and "Kascade plan." in shown
+    )

@@ -31,6 +31,13 @@ def test_records_leave_out_the_place_on_this_machine() -> None:
     assert str(MADE).endswith("kept in /home/me/.cache/longreach/plans/kascade-1-2.json")
 
 
+def test_the_time_of_hashing_makes_no_other_plan() -> None:
+    hashed = [replace(MADE, hash_seconds=seconds) for seconds in (1.0, 2.0)]
+    (one,) = to_json(hashed)
+    assert one["hash_seconds"] == 1.0 and "hashing" not in one["text"]
+    assert str(hashed[1]).endswith("; hashing the weights took 2.00 s")
+
+
 def test_records_of_evaluations_hold_each_plan_once() -> None:
     plan = to_json([MADE])[0]
     assert _plans([{"plans": [plan]}, {"plans": [plan]}, {}]) == {"plans": [plan]}

@@ -238,7 +238,7 @@ CASES = {
             *({"min_keys": x} for x in (0, -1, 0.5, True, None)),
             *({"sinks": x} for x in (-1, 0.5, True, None)),
             *({"recent": x} for x in (0, -1, 0.5, True, None, 129)),
-            *({"dense_below": x} for x in (-1, 0.5, True, None)),
+            *({"dense_below": x} for x in (-1, 0.5, True)),
             *({"dense_layers": x} for x in BAD_LAYERS),
             *({"k": x} for x in BAD_BUDGETS),
         ),

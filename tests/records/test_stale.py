@@ -69,9 +69,12 @@ def test_a_record_without_a_commit_is_told(tmp_path: Path) -> None:
         ({"sources": {"chunk_stores": "0" * 64}}, "does not exist in this version"),
         ({"entries": [entry(launch(sha256="0" * 64))]}, "kernel append_rows (ops/append/"),
         ({"entries": [entry(launch(sha256="0" * 64, kernel="attendd"))]}, "no longer exists"),
-        ({"entries": [entry(launch()), {"who": "longreach", "name": "b"}]}, "before records held what was launched"),
+        (
+            {"entries": [entry(launch()), {"who": "longreach", "name": "b"}]},
+            "does not hold what was launched, so changes",
+        ),
         ({"entries": [entry({"kernel": "append_rows"})]}, "cannot be read"),
-        ({"entries": [], "kernels": {"attend": "0"}}, "bench check --spot"),
+        ({"entries": [], "kernels": {"attend": "0"}}, "before records held what was launched; confirm its group"),
     ],
 )
 def test_each_fault_is_named_with_its_case(tmp_path: Path, changes: dict[str, Any], why: str) -> None:

@@ -257,6 +257,8 @@ def test_steps_add_up() -> None:
     last = layers[2]
     assert (last.steps, last.rows, last.metadata_bytes) == (4, 8, 28)
     assert last.key_bytes == 4 * 14 * 2 * VECTOR and last.dense_reasons == ("early", "short")
+    assert last.dense_counts == (1, 3)
+    assert last.dense_notes == ("dense for 1 of 4 steps: early", "dense for 3 of 4 steps: short")
     assert (layers[0].method, layers[0].impl) == ("other", "triton")
 
 

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from longreach.bench.case import Case
 from longreach.bench.decoding import Decoding, entry_of
 from longreach.bench.evict import first_logits
+from longreach.bench.launches import launched
 from longreach.bench.memory import peak_bytes, release, reset_peak
 from longreach.bench.stack import planned
 from longreach.bench.targets import judge
@@ -26,6 +28,7 @@ from longreach.bench.timing import Timing
 from longreach.bench.user import chunked, require_tokens, rounding
 from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import choose
+from longreach.records.launches import Launched
 from longreach.runtime import PlanReport
 
 DENSE = "dense"
@@ -58,10 +61,11 @@ def run_first_token(bench: Decoding, case: Case, save: Callable[[dict[str, Any]]
                     require_tokens(case.name, answer, token, 1, behind)
                 if number >= WARM:
                     seconds.setdefault(name, []).append(took)
+        launches = {name: _launched(bench, case, model, ids, method) for name, method in ways.items()}
     entries = [
         entry_of(
             weights, kv, name=name, who="longreach", settings={"prefill": name}, memory={"peak": peaks[name]},
-            timing=Timing.of(seconds[name], 1, HOW), error=None, error_bound=None,
+            timing=Timing.of(seconds[name], 1, HOW, launches[name]), error=None, error_bound=None,
             unchecked=UNCHECKED if name != DENSE else "its token is compared with the model's own logits",
         )
         for name in ways
@@ -97,6 +101,17 @@ def _first_token(
         made = generate(session, ids, max_new_tokens=1, eos_token_id=(), **chunked(case))
         took, most = bench.now() - started, peak_bytes(bench.device)
     return took, most, made.tokens
+
+
+def _launched(bench: Decoding, case: Case, model: Any, ids: Tensor, method: AttentionMethod | None) -> Launched:
+    """What a prompt launches up to its first token."""
+    from longreach.adapters.transformers import attach
+    from longreach.adapters.transformers.loop import generate
+
+    with attach(model, prefill=method) as session:
+        release(bench.device)
+        call = partial(generate, session, ids, max_new_tokens=1, eos_token_id=(), **chunked(case))
+        return launched(call, bench.device)
 
 
 def _plan_of(case: Case, model: Any, ids: Tensor) -> PlanReport:

@@ -30,7 +30,7 @@ from longreach.cache import SequenceState
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.kascade import Kascade
-from longreach.methods.kascade.plan import KascadePlan
+from longreach.methods.kascade.plan import KascadePlan, tokens_of_tile
 from longreach.methods.kascade.prefill import COLUMNS, PromptTiles, groups_of, scored_rows, scratch_for, tiles_of
 from longreach.ops import Lists, TileLists
 
@@ -194,7 +194,7 @@ def _correlate(q: Tensor, draw: torch.Generator) -> None:
 
 
 def _tiles(call: LayerCall, method: Kascade, plan: KascadePlan) -> PromptTiles:
-    tokens = max(1, plan.tile // (call.rows.q.shape[1] // call.kv.heads))
+    tokens = tokens_of_tile(plan.tile, call.rows.q.shape[1] // call.kv.heads)
     found: PromptTiles = call.once((method, "tiles"), lambda: tiles_of(call.rows, tokens, method.budget))
     return found
 

@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -187,7 +187,13 @@ def show_memory(out: Console, found: Iterable[MemoryUse | None]) -> None:
 
 def show_plans(out: Console, plans: Iterable[Any]) -> None:
     """The plans that sessions found or made themselves, a line each: reports, or a record's entries."""
-    for text in dict.fromkeys(plan["text"] if isinstance(plan, dict) else str(plan) for plan in plans):
+    shown: dict[str, str] = {}
+    for plan in plans:
+        text, same = (
+            (plan["text"],) * 2 if isinstance(plan, dict) else (str(plan), str(replace(plan, hash_seconds=None)))
+        )
+        shown.setdefault(same, text)  # sessions that use the same plan differ in the time of hashing
+    for text in shown.values():
         out.print(f"\n{text[0].upper()}{text[1:]}.")
 
 

@@ -19,6 +19,7 @@ def plans_of(report: Report, spec: Spec, model: ModelShape) -> tuple[PlanReport,
 
 
 def to_json(plans: Iterable[PlanReport]) -> list[dict[str, Any]]:
-    """Each plan once, as records hold it: without its place on this machine. text: as reports show it."""
+    """Each plan once, as records hold it: without its place on this machine. text: as reports show it, without the time
+    of hashing, in which sessions that use the same plan differ."""
     placeless = [replace(plan, file=None) for plan in plans]
-    return [{**asdict(plan), "text": str(plan)} for plan in dict.fromkeys(placeless)]
+    return [{**asdict(plan), "text": str(replace(plan, hash_seconds=None))} for plan in dict.fromkeys(placeless)]

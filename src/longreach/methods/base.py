@@ -39,6 +39,7 @@ class Notes(NamedTuple):
 class Outcome(NamedTuple):
     """The result of a layer. dense_reason: why the method attended densely, if it did; notes: for its report.
 
+    partly_dense: (why, number of rows), where the method attended densely for some rows of the pass only.
     relative_error: fp32 [R, H], the standard error of each output over its length, before anything is redone; None
     unless the method measured it (`methods.error_bars`).
     """
@@ -47,6 +48,7 @@ class Outcome(NamedTuple):
     dense_reason: str | None = None
     notes: Notes | None = None
     relative_error: Tensor | None = None
+    partly_dense: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,10 @@ class AttentionMethod(PromptObserver, ABC):
 
     def check(self, model: ModelShape) -> None:
         """Raise InvalidInput if an option does not fit the model. Called before a session attaches or switches."""
+
+    def check_prompts(self, model: ModelShape) -> None:
+        """Raise InvalidInput if the method can decode but not read prompts of the model. Called after `check`, for the
+        prefill method."""
 
 
 def attend_densely(call: LayerCall, reason: str | None = None) -> Outcome:

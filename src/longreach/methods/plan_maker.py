@@ -53,4 +53,4 @@ class PlanMaker(ABC):
 
     @abstractmethod
     def about(self, plan: Plan) -> str:
-        """The plan in a few words, for reports."""
+        """The plan in a few words, for reports. Raises InvalidInput for a plan that the method cannot use."""

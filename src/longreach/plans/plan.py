@@ -120,6 +120,11 @@ class Plan:
         write(path, self.kind, dataclasses.asdict(self.model), self.values, made, self.arrays)
 
 
+def device_name(device: torch.device) -> str:
+    """A device as plans name it: a GPU's own name, else the type."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def how_to_make(kind: str) -> str:
     """What to do where there is no plan for a model."""
     text = "" if kind == "a3_deep" else " --text FILE"  # its prompts are of tasks only

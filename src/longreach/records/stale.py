@@ -19,6 +19,7 @@ NO_LAUNCHES = (
     "was measured before records held what was launched; confirm its group on a GPU (longreach bench check --spot "
     "{group}) or measure it again"
 )
+WITHOUT_LAUNCHES = f"does not hold what was launched, so changes of its kernels cannot be found; {AGAIN}"
 UNCONFIRMED = (
     "counts by a spot check that its record no longer holds; confirm its group on a GPU (longreach bench check --spot "
     "{group}) or measure it again"
@@ -91,8 +92,10 @@ def faults_of_case(record: dict[str, Any], case: dict[str, Any]) -> Iterator[str
     except (KeyError, TypeError, AttributeError) as error:
         yield f"holds launches that cannot be read ({type(error).__name__}: {error}); {AGAIN}"
         return
-    if launches is None:
+    if launches is None and ("kernels" in case or "carried_over" in case):
         yield NO_LAUNCHES.format(group=record.get("group"))
+    elif launches is None:
+        yield WITHOUT_LAUNCHES
     else:
         yield from (f"{why}; {AGAIN}" for why in outdated(launches))
 

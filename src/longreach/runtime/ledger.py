@@ -26,7 +26,7 @@ class LayerTally:
     method: str
     impls: set[str] = field(default_factory=set)
     steps: int = 0
-    dense_reasons: set[str] = field(default_factory=set)
+    dense_reasons: dict[str, int] = field(default_factory=dict)  # reason -> rows of a prefill, or steps of a decode
     notes: Notes | None = None  # without tensors: how the sums are reported
     read: tuple[int, int, int] = (0, 0, 0)  # bytes of keys, values and metadata that the host counted
 
@@ -38,7 +38,7 @@ class HostCount:
     place: Place
     method: str
     impl: str
-    dense_reason: str | None = None
+    dense: tuple[str, int] | None = None  # reason, and rows of a prefill or steps of a decode that it applies to
     notes: Notes | None = None  # without tensors
     read: tuple[int, int, int] = (0, 0, 0)  # bytes of keys, values and metadata
 
@@ -81,7 +81,7 @@ class Ledger:
             self._counting.add(place, call.meter.noted, call, dense)
         how = None if notes is None else notes._replace(tensors=())
         read = host_bytes(call.meter.noted)
-        self._noted.append(HostCount(place, method, _impls(call), outcome.dense_reason, how, read))
+        self._noted.append(HostCount(place, method, _impls(call), _dense(phase, call, outcome), how, read))
         if notes is not None:
             self._notes.append((place, notes))
 
@@ -171,8 +171,9 @@ class Ledger:
             tally.steps += 1
             tally.notes = n.notes or tally.notes
             tally.read = tuple(map(sum, zip(tally.read, n.read, strict=True)))  # type: ignore[assignment]
-            if n.dense_reason:
-                tally.dense_reasons.add(n.dense_reason)
+            if n.dense is not None:
+                reason, count = n.dense
+                tally.dense_reasons[reason] = tally.dense_reasons.get(reason, 0) + count
 
     def computed_by(self, impl: str, layers: Collection[int]) -> bool:
         """Whether an implementation computed some op of one of these layers in a decode step. Needs no device."""
@@ -214,6 +215,7 @@ class Ledger:
             layers.append(LayerReport(
                 phase=phase, layer=layer, method=method, impl=", ".join(sorted(impls)), steps=tally.steps, **read,
                 dense_reasons=tuple(sorted(tally.dense_reasons)),
+                dense_counts=tuple(tally.dense_reasons[reason] for reason in sorted(tally.dense_reasons)),
                 notes=None if tally.notes is None or note_sums is None else
                 tally.notes.summary(note_sums, read["rows"]),
             ))  # fmt: skip
@@ -238,6 +240,13 @@ class Ledger:
                 key = columns, place
                 totals[key] = totals[key] + row if key in totals else row
         return totals
+
+
+def _dense(phase: Phase, call: LayerCall, outcome: Outcome) -> tuple[str, int] | None:
+    """Why a layer attended densely, and in how many rows of a prefill, or steps of a decode."""
+    if outcome.dense_reason:
+        return outcome.dense_reason, call.rows.pos.shape[0] if phase == "prefill" else 1
+    return outcome.partly_dense
 
 
 def _impls(call: LayerCall) -> str:

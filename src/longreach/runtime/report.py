@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from longreach.cache import MemoryUse
@@ -18,7 +18,8 @@ class LayerReport:
     """One layer in one phase: bytes of keys, values and metadata read, and the bytes that dense attention reads.
 
     rows: rows counted; longreach's decode loop leaves out the rows of sequences that have ended. dense_reasons: why the
-    method attended densely, if it did. notes: diagnostics of the method, else None; "note" among them is a summary.
+    method attended densely, if it did; dense_counts: how many rows of a prefill, or steps of a decode, each reason
+    applies to. notes: diagnostics of the method, else None; "note" among them is a summary.
     """
 
     phase: Phase
@@ -34,6 +35,17 @@ class LayerReport:
     overflowed_lists: int
     dense_reasons: tuple[str, ...]
     notes: dict[str, Any] | None = None
+    dense_counts: tuple[int, ...] = ()
+
+    @property
+    def dense_notes(self) -> tuple[str, ...]:
+        """For each reason one text, which names the rows or steps if the reason does not apply to all."""
+        total, unit = (self.rows, "rows") if self.phase == "prefill" else (self.steps, "steps")
+        counts = self.dense_counts or (total,) * len(self.dense_reasons)
+        return tuple(
+            f"dense: {reason}" if count >= total else f"dense for {count} of {total} {unit}: {reason}"
+            for reason, count in zip(self.dense_reasons, counts, strict=True)
+        )
 
     @property
     def bytes_read(self) -> int:
@@ -52,6 +64,7 @@ class PlanReport:
     source: "cache", a plan kept from before; "prompt", made of this session's prompt; None: there is none yet. about:
     the plan, or why there is none. tokens: of the prompt; seconds: to make the plan, beside the prefill. file: where it
     is kept. not_kept: why it is kept for this session only. ignored: files in the cache folder that do not fit.
+    hash_seconds: to hash the weights, by which kept plans are found: once a session, for its first plan.
     """
 
     kind: str
@@ -62,6 +75,7 @@ class PlanReport:
     file: str | None = None
     not_kept: str | None = None
     ignored: tuple[str, ...] = ()
+    hash_seconds: float | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         if self.source is None:
@@ -72,7 +86,8 @@ class PlanReport:
             text = f"{self.kind} plan made of {self.tokens} tokens in {self.seconds:.2f} s: {self.about}"
         kept = [f"kept in {self.file}"] * (self.file is not None)
         kept += [f"for this session only: {self.not_kept}"] * (self.not_kept is not None)
-        return "; ".join((text, *kept, *(f"not used: {one}" for one in self.ignored)))
+        hashed = [] if self.hash_seconds is None else [f"hashing the weights took {self.hash_seconds:.2f} s"]
+        return "; ".join((text, *kept, *(f"not used: {one}" for one in self.ignored), *hashed))
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,13 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         rows = [
-            {**r.__dict__, "bytes_read": r.bytes_read, "fraction": r.fraction, "dense_reasons": list(r.dense_reasons)}
+            {
+                **r.__dict__,
+                "bytes_read": r.bytes_read,
+                "fraction": r.fraction,
+                "dense_reasons": list(r.dense_reasons),
+                "dense_counts": list(r.dense_counts),
+            }
             for r in self.layers
         ]
         for row in rows:
@@ -122,7 +143,7 @@ class Report:
             d = max(r.dense_bytes, 1)
             shares = "".join(f"{x / d:>9.1%}" for x in (r.key_bytes, r.value_bytes, r.metadata_bytes))
             says = [r.notes["note"]] if r.notes and "note" in r.notes else []
-            note = "; ".join((*(f"dense: {why}" for why in r.dense_reasons), *says))
+            note = "; ".join((*r.dense_notes, *says))
             if r.overflowed_lists:
                 note = f"{note}; {r.overflowed_lists} lists overflowed and read densely".lstrip("; ")
             lines.append(

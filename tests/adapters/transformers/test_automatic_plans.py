@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from longreach.methods.kascade.automatic import KascadeMaker
 from longreach.methods.kascade.calibration_result import CalibrationResult
 from longreach.methods.loki.automatic import LokiMaker
 from longreach.methods.loki.plan import LokiPlan
-from longreach.plans import load
+from longreach.plans import Plan, load
 from longreach.runtime import PlanReport
 from longreach.testing.tiny import random_tokens, tiny_model
 
@@ -222,13 +224,23 @@ def test_an_unwritable_folder(model: Any, prompt: Tensor, tmp_path: Path, monkey
     assert answer == tokens(model, prompt, Kascade(**SPARSE))[0]
 
 
+def test_a_user_without_a_home_folder(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container HOME may be unset, and the user's number unknown."""
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("os.getuid", lambda: 987654)
+    for _ in range(2):
+        _, made = tokens(model, prompt, Kascade(**SPARSE))
+        assert made is not None and made.source == "prompt" and made.file is None and made.ignored == ()
+        assert made.not_kept is not None and "no home folder" in made.not_kept and made.not_kept in str(made)
+
+
 def test_plans_of_other_weights_are_not_used(model: Any, prompt: Tensor, tmp_path: Path) -> None:
     other = tiny_model("llama", num_hidden_layers=4, seed=1)
     tokens(other, prompt, Kascade(**SPARSE))
     (theirs,) = kept("kascade", tmp_path)
     _, made = tokens(model, prompt, Kascade(**SPARSE))
-    assert made is not None and made.source == "prompt"
-    assert made.ignored == (f"{theirs.name} is of other weights of this configuration",)
+    assert made is not None and made.source == "prompt" and made.ignored == (), "a plan of other weights is no damage"
     (mine,) = set(kept("kascade", tmp_path)) - {theirs}
     mine.write_bytes(theirs.read_bytes())  # under this model's name
     _, again = tokens(model, prompt, Kascade(**SPARSE))
@@ -238,6 +250,71 @@ def test_plans_of_other_weights_are_not_used(model: Any, prompt: Tensor, tmp_pat
     assert third is not None and third.source == "prompt" and "is no plan" in third.ignored[-1]
     _, last = tokens(model, prompt, Kascade(**SPARSE))
     assert last is not None and last.source == "cache"
+
+
+def damaged_anchors(plan: Plan) -> Plan:
+    return replace(plan, values={**plan.values, "anchors": [1, 3]})
+
+
+def without_anchors(plan: Plan) -> Plan:
+    return replace(plan, values={name: x for name, x in plan.values.items() if name != "anchors"})
+
+
+def without_a_tile(plan: Plan) -> Plan:
+    return replace(plan, values={**plan.values, "tile": 0})
+
+
+def fewer_heads(plan: Plan) -> Plan:
+    return replace(plan, arrays={name: x[:, :1] for name, x in plan.arrays.items()})
+
+
+def without_variance(plan: Plan) -> Plan:
+    return replace(plan, arrays={"basis": plan.arrays["basis"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "fault"),
+    [
+        ("kascade", damaged_anchors, "anchors: expected the first to be 0"),
+        ("kascade", without_anchors, "the plan lacks the value 'anchors'"),
+        ("kascade", without_a_tile, "tile: expected a count"),
+        ("loki", fewer_heads, "basis: expected"),
+        ("loki", without_variance, "variance"),
+    ],
+)
+def test_a_damaged_kept_plan_is_named_and_made_again(
+    name: str, damage: Callable[[Plan], Plan], fault: str, model: Any, prompt: Tensor, tmp_path: Path
+) -> None:
+    """A plan of this model's weights whose values or arrays are wrong: no error, and no use of it."""
+    answer, _ = tokens(model, prompt, METHODS[name]("auto"))
+    (file,) = kept(name, tmp_path)
+    damage(load(file, name)).save(file)
+    again, made = tokens(model, prompt, METHODS[name]("auto"))
+    assert made is not None and made.source == "prompt" and again == answer
+    (told,) = made.ignored
+    assert told.startswith(f"{file.name}: ") and fault in told
+    _, last = tokens(model, prompt, METHODS[name]("auto"))
+    assert last is not None and last.source == "cache" and last.ignored == ()
+
+
+def test_the_report_names_the_time_of_hashing_once(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    real, times = automatic_plans.fingerprint, list[int]()
+
+    def slow(*given: Any, **options: Any) -> Any:
+        times.append(1)
+        time.sleep(0.05)
+        return real(*given, **options)
+
+    monkeypatch.setattr(automatic_plans, "fingerprint", slow)
+    for source in ("prompt", "cache"):
+        with attach(model, prefill=METHODS["kascade"]("auto"), decode=METHODS["loki"]("auto")) as session:
+            assert "hashing the weights took 0." in str(session.report().plans[0])
+            longreach.generate(session, prompt, max_new_tokens=4)
+            first, second = session.report().plans
+        assert first.source == second.source == source
+        assert first.hash_seconds is not None and first.hash_seconds >= 0.05 and second.hash_seconds is None
+        assert "hashing the weights took 0." in str(first) and "hashing" not in str(second)
+    assert len(times) == 2, "once a session"
 
 
 def test_weights_without_a_fingerprint(model: Any, prompt: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def test_entries(name: str, results: dict[str, dict[str, Any]]) -> None:
     entries = results[name]["entries"]
     assert [entry["name"] for entry in entries] == NAMES[name]
     assert all(entry["microseconds"]["median"] > 0 for entry in entries)
+    assert all(entry["launched"] is not None for entry in entries if entry["who"] == "longreach")
     if "attention" in name or "layer" in name:
         assert all(len(entry["forward_microseconds"]["replays"]) == 2 for entry in entries)
         assert all(entry["backward_microseconds"]["median"] > 0 for entry in entries)

@@ -144,7 +144,7 @@ def test_what_is_forced_in_a_tile(options: dict[str, Any], chosen: list[int]) ->
     method = Kascade(**options)
     outcome = method.run(now, ANCHOR)
     if len(chosen) == 4:  # nothing is left out, so nothing is chosen
-        assert method not in now.shared and outcome.dense_reason == "the budget covers all keys"
+        assert method not in now.shared and outcome.dense_reason == "fewer than 6 tokens (dense_below)"
     else:
         assert now.shared[method].lists.entries.tolist() == chosen
     assert weights(outcome)[0].nonzero()[:, 0].tolist() == [*chosen, 4]

@@ -209,6 +209,34 @@ def test_each_row_of_a_batch_is_dense_below_its_length(tmp_path: Path) -> None:
         assert error[0] < 1e-5 and error[1] > 1e-2
 
 
+def test_the_plan_has_the_break_even_of_this_device(tmp_path: Path) -> None:
+    """Where the cache has room for fewer tokens, no keys are chosen; a number given as option is taken instead."""
+    plan = planned(tmp_path, dense_below={"decode": 41, "prefill": 22})
+    short = "fewer than {} tokens, dense is faster on cpu (plan)"
+    for options, prompts, steps in (
+        ({}, (short.format(22), 24), short.format(41)),
+        ({"dense_below": 0}, None, None),
+        ({"dense_below": 42}, None, "fewer than 42 tokens (dense_below)"),
+    ):
+        done = read_text(Kascade(plan, k=3, **options), text(40), cache=new_cache(CacheConfig(capacity=40)))
+        if options != {"dense_below": 42}:
+            assert [o.partly_dense for o in done[0].outcomes] == [None, prompts, prompts]
+        for turn in done[1:]:
+            assert [o.dense_reason for o in turn.outcomes] == ["first anchor", steps, steps]
+            if steps:
+                for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+                    assert_close(outcome.partial, exact(call))
+                    assert not any(isinstance(lists, Lists) for lists in call.meter.values)
+
+
+def test_a_larger_cache_gives_the_same_answer_below_the_break_even(tmp_path: Path) -> None:
+    plan = planned(tmp_path, dense_below={"decode": 39})
+    small, large = (
+        outputs(read_text(Kascade(plan, k=3), text(38), cache=new_cache(CacheConfig(capacity=n)))) for n in (38, 80)
+    )
+    torch.testing.assert_close(small, large, rtol=0, atol=2e-5)
+
+
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 def test_k_larger_than_the_length_is_everything(config: CacheConfig, tmp_path: Path) -> None:
     for turn in read_text(Kascade(planned(tmp_path), k=1000), text(25), cache=new_cache(config)):

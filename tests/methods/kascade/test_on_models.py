@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from longreach.adapters.transformers import shape_of
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
 from longreach.methods.kascade import Kascade
+from longreach.plans import load
 from longreach.testing.tiny import PAD_ID, random_tokens, tiny_model
 from tests.methods.kascade.planned import planned
 from tests.tiers import swept
@@ -69,6 +71,22 @@ def test_at_a_small_budget_tokens_differ_and_are_the_same_in_every_loop_and_layo
             assert torch.equal(theirs, got.sequences)
             alone = model.generate(tokens[:1, 17:], max_new_tokens=STEPS, do_sample=False)
             assert torch.equal(alone[0, 33:], got.tokens[0])
+
+
+def test_a_plan_for_decode_only_decodes_and_reads_no_prompts(tmp_path: Path) -> None:
+    """Such a plan has no tile. The refusal names it, and the command that makes a whole plan."""
+    model, plan = model_and_plan("llama", tmp_path)
+    tokens, without = random_tokens(1, 50), tmp_path / "decode.json"
+    whole = load(Path(plan), "kascade")
+    replace(whole, values={name: x for name, x in whole.values.items() if name != "tile"}).save(without)
+    method = Kascade(str(without), k=0.1, min_keys=3)
+    want = longreach.generate(model, tokens, max_new_tokens=STEPS, decode=replace(method, plan=plan))
+    assert torch.equal(longreach.generate(model, tokens, max_new_tokens=STEPS, decode=method).tokens, want.tokens)
+    named = (
+        r"the plan lacks the value 'tile'.* longreach calibrate kascade --model MODEL --text FILE --output plan.json"
+    )
+    with pytest.raises(InvalidInput, match=named):
+        longreach.attach(model, prefill=method)
 
 
 @torch.no_grad()

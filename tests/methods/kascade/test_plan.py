@@ -72,6 +72,7 @@ def rows(**changed: Any) -> list[Any]:
         ({"head_map": rows(n0=[1, 0])}, ["head_map of layer 0", "each head its own"]),
         ({"head_map": [[]] * 5}, ["head_map of layer 0"]),
         ({"k": 0}, ["k: expected a count"]),
+        ({"dense_below": 4096}, ["dense_below: expected the values of each device"]),
         ({"tile": 12.8}, ["tile: expected a count"]),
     ],
 )
@@ -82,11 +83,31 @@ def test_what_does_not_fit_is_named(change: dict[str, Any], words: list[str]) ->
         assert word in str(error.value)
 
 
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", [name for name in VALUES if name != "tile"])
 def test_a_value_that_is_missing_is_named(name: str) -> None:
     broken = made()
     with pytest.raises(InvalidInput, match=f"lacks the value '{name}'"):
         KascadePlan.of(replace(broken, values={n: v for n, v in broken.values.items() if n != name}))
+
+
+def test_a_plan_for_decode_only_has_no_tile() -> None:
+    without = replace(made(), values={n: v for n, v in VALUES.items() if n != "tile"})
+    found = KascadePlan.of(without)
+    assert found.tile is None and found.values() == without.values
+
+
+def test_break_evens_of_devices() -> None:
+    found = KascadePlan.of(made(dense_below={"NVIDIA H200": {"decode": 4096, "prefill": 0}, "cpu": {"decode": 2}}))
+    assert found.dense_below["NVIDIA H200"]["decode"] == 4096
+    assert found.values()["dense_below"] == dict(found.dense_below) and hash(found) == hash(KascadePlan.of(made()))
+
+
+@pytest.mark.parametrize("phases", [5, [], {"decode": -1}, {"prefill": True}, {"both": 3}, {"decode": None}])
+def test_break_evens_that_are_no_numbers_of_tokens(phases: Any) -> None:
+    with pytest.raises(
+        InvalidInput, match=r"dense_below of cpu: expected numbers of tokens.*longreach plan break-even"
+    ):
+        KascadePlan.of(made(dense_below={"cpu": phases}))
 
 
 def test_another_kind_of_plan_is_refused() -> None:

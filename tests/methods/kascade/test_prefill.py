@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,48 @@ def test_groups_of_tiles_fit_their_memory() -> None:
     assert [g.stop - g.start for g in groups_of(host, 8, 8, 0)] == [1] * int((host.keys > 0).sum())
 
 
+@pytest.mark.parametrize("scratch", [0, 5_000, 30_000, 1 << 30])
+def test_groups_take_as_many_tiles_as_fit(scratch: int) -> None:
+    """Tiles of several sequences, in any order: none could begin a group of the one before it."""
+    draw = torch.Generator().manual_seed(1)
+    start = torch.randint(0, 400, (60,), generator=draw)
+    keys = torch.where(torch.rand(60, generator=draw) < 0.7, start // 3, 0)
+    host = reading.HostTiles(torch.zeros(60, 4), torch.zeros(60, 4), start, keys)
+    groups, each = groups_of(host, 2, 2, scratch), bytes_of_tile(start, keys, 2, 2)
+    taken = {n for group in groups for n in range(group.start, group.stop)}
+    assert taken >= set((keys > 0).nonzero().flatten().tolist()) and sum(g.stop - g.start for g in groups) == len(taken)
+    for group in groups:
+        assert int(keys[group.start]) > 0
+        ends = group.stop, group.stop + 1
+        size, more = (int(each[group.start : stop].max()) * (stop - group.start) for stop in ends)
+        assert size <= scratch or group.stop == group.start + 1
+        assert more > scratch or group.stop == 60
+
+
+def test_groups_are_found_once_a_pass_in_linear_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, groups_of = list[int](), reading.groups_of
+
+    def count(*given: Any) -> list[slice]:
+        asked.append(1)
+        return groups_of(*given)
+
+    monkeypatch.setattr(reading, "groups_of", count)
+    read_text(Kascade(planned(tmp_path, (0, 2)), k=3), text(40), steps=0)
+    assert len(asked) == 1
+    seconds = []
+    for tiles in (4096, 32768):
+        start = torch.arange(tiles) * 32
+        host = reading.HostTiles(torch.zeros(tiles, 1), torch.zeros(tiles, 1), start, (start * 0.1).long())
+        seconds.append(min(_seconds(lambda host=host: groups_of(host, 8, 8, 1 << 24)) for _ in range(3)))
+    assert seconds[1] < 24 * seconds[0], "8 times the tiles; a quadratic search takes 64 times as long"
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("impl", ["reference", "triton"])
 def test_a_batch_in_chunks_is_each_prompt_at_once(impl: str, config: CacheConfig, tmp_path: Path) -> None:
@@ -139,10 +183,12 @@ def test_both_implementations_choose_the_same_keys(impl: str, tmp_path: Path) ->
 
 
 def test_prompts_within_the_budget_attend_densely_and_say_so(tmp_path: Path) -> None:
-    for options, why in (({"k": 1000}, "the budget covers all keys"), ({"k": 3, "dense_below": 64}, None)):
+    budget, short = "the budget covers all keys", "fewer than 64 tokens (dense_below)"
+    for options, why in (
+        ({"k": 1000}, budget), ({"k": 3, "dense_below": 64}, short), ({"k": 1000, "dense_below": 64}, budget)
+    ):  # fmt: skip
         turn = read_text(Kascade(planned(tmp_path, (0, 1)), **options), text(40))[0]
-        said = why or "the budget covers all keys"
-        assert [o.dense_reason for o in turn.outcomes] == ["first anchor", said, said]
+        assert [o.dense_reason for o in turn.outcomes] == ["first anchor", why, why]
         for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
             torch.testing.assert_close(outcome.partial.out.double(), exact(call).out, rtol=0, atol=1e-5)
 
@@ -155,6 +201,29 @@ def test_tiles_below_the_limit_attend_to_all_keys(tmp_path: Path) -> None:
     counts = selection.keys_read(call.rows, call.kv)[:, 0]
     assert counts[:24].tolist() == list(range(1, 25)), "tiles begin at 0, 4, ..., 20"
     assert counts[24:].tolist() == [3 + n % 4 + 1 for n in range(24, len(counts))]
+
+
+@pytest.mark.parametrize("chunks", [[40], [16, 24], [8, 8, 8, 16]], ids=str)
+def test_the_report_counts_the_rows_below_the_limit(chunks: list[int], tmp_path: Path) -> None:
+    """The same rows wherever chunks end. Layers whose other rows are sparse are not noted as dense."""
+    method, ledger = Kascade(planned(tmp_path, (0, 1)), k=3, dense_below=22), Ledger()
+    for turn in read_text(method, text(40), chunks=chunks, steps=0):
+        for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+            ledger.add("prefill", call, "kascade", outcome, exact_selection())
+        ledger.commit()
+    report = ledger.report()
+    some = "dense for 24 of 40 rows: fewer than 22 tokens (dense_below)"
+    assert [layer.dense_notes for layer in report.layers] == [("dense: first anchor",), (some,), (some,)]
+    assert str(report).count(some) == 2 and report.to_json()["layers"][1]["dense_counts"] == [24]
+
+
+def test_the_report_counts_the_rows_that_the_budget_covers(tmp_path: Path) -> None:
+    method, ledger = Kascade(planned(tmp_path, (0, 1)), k=10), Ledger()
+    for turn in read_text(method, text(40), chunks=[8, 32], steps=0):
+        for call, outcome in zip(turn.calls, turn.outcomes, strict=True):
+            ledger.add("prefill", call, "kascade", outcome, exact_selection())
+        ledger.commit()
+    assert ledger.report().layers[2].dense_notes == ("dense for 8 of 40 rows: the budget covers all keys",)
 
 
 def test_the_report_names_a_sample(tmp_path: Path) -> None:

@@ -148,6 +148,7 @@ class Session(SessionCaches):
         self._shape = self._plans.shape
         for method in (prefill, decode):
             method.check(self._shape)
+        prefill.check_prompts(self._shape)
         if fuse is not None:
             check_chunks(model)
             fuse.check(self._shape)

@@ -27,7 +27,7 @@ from longreach.methods.call import LayerCall, Meter, ModelShape
 from longreach.methods.kascade.calibrate import change
 from longreach.methods.plan_maker import PlanMaker, PlanParts, PromptRead
 from longreach.methods.plan_rows import PlanRows, RowsAndChanges
-from longreach.plans import FINGERPRINT, Kept, Made, Plan, PlannedModel, how_to_make, kept
+from longreach.plans import FINGERPRINT, NO_FOLDER, Kept, Made, Plan, PlannedModel, device_name, how_to_make, kept
 from longreach.runtime import Ledger, PlanReport
 
 
@@ -49,6 +49,7 @@ class PlanSession:
         self._model, self._fused = model, fused
         self._waiting: dict[str, PlanMaker] = {}
         self._kept: dict[str, Kept] = {}
+        self._hashed: tuple[str, float] | None = None  # the plan that it was done for, and seconds
         self._not_kept: str | None = None  # why no plan of this model can be kept
         self._reports: dict[str, PlanReport] = {}
         self._hooks = ExitStack()
@@ -66,13 +67,14 @@ class PlanSession:
                 f"{method.name}: no plan is made of a prompt under tensor parallelism, as each rank sees its own heads "
                 f"only; {how_to_make(maker.kind)}, with --ranks if the method has a head map, and give plan=plan.json"
             )
-        found = self._find(maker.kind)
+        found = self._find(maker)
         if found is not None and found.plan is not None:
             self.plans.put(found.plan)
             about = maker.about(found.plan)
             self._reports[maker.kind] = PlanReport(
-                maker.kind, "cache", about, file=str(found.path), ignored=found.ignored
-            )
+                maker.kind, "cache", about, file=str(found.path), ignored=found.ignored,
+                hash_seconds=self._hash_seconds(maker.kind),
+            )  # fmt: skip
             return
         self._waiting[maker.kind] = maker
         if self._fused:
@@ -118,7 +120,7 @@ class PlanSession:
         del self._waiting[maker.kind]
         self._reports[maker.kind] = PlanReport(
             maker.kind, "prompt", maker.about(plan), prompt.length, seconds, *self._keep(plan),
-            ignored=self._reports[maker.kind].ignored,
+            ignored=self._reports[maker.kind].ignored, hash_seconds=self._hash_seconds(maker.kind),
         )  # fmt: skip
 
     def _prompt(self, maker: PlanMaker, cache: LongreachCache) -> PromptRead:
@@ -151,15 +153,13 @@ class PlanSession:
         return PromptRead(self.shape, length, slot, views, calls, changes)
 
     def _plan(self, maker: PlanMaker, parts: PlanParts, tokens: int) -> Plan:
-        device = self._model.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         settings = {**parts.settings, "automatic": True, "dtype": str(self._model.dtype).removeprefix("torch.")}
         if self._digest is not None:
             settings[FINGERPRINT] = self._digest
         made = Made(
             data="the last tokens of a session's first prompt", sha256="", tokens=tokens, settings=settings, seed=0,
             longreach=version("longreach"), commit=None, torch=torch.__version__,
-            transformers=transformers.__version__, device=name,
+            transformers=transformers.__version__, device=device_name(self._model.device),
         )  # fmt: skip
         model = Path(self._model.config.name_or_path or "").name or type(self._model).__name__
         return Plan(maker.kind, PlannedModel.of(model, self.shape), parts.values, made, parts.arrays)
@@ -173,17 +173,25 @@ class PlanSession:
             self._not_kept = str(refusal)
             return None
 
-    def _find(self, kind: str) -> Kept | None:
+    def _find(self, maker: PlanMaker) -> Kept | None:
+        started, first = now(self._model), "_digest" not in self.__dict__
+        if self._digest is not None and first:
+            self._hashed = maker.kind, now(self._model) - started
         if self._digest is None:
             return None
-        self._kept[kind] = kept(kind, self.shape, self._digest)
-        return self._kept[kind]
+        found = self._kept[maker.kind] = kept(maker.kind, self.shape, self._digest, maker.about)
+        return found
+
+    def _hash_seconds(self, kind: str) -> float | None:
+        return self._hashed[1] if self._hashed is not None and self._hashed[0] == kind else None
 
     def _keep(self, plan: Plan) -> tuple[str | None, str | None]:
         """(file, None), or (None, why the plan is not kept)."""
         if plan.kind not in self._kept:
             return None, self._not_kept
         path = self._kept[plan.kind].path
+        if path is None:
+            return None, NO_FOLDER
         try:
             plan.save(path)
         except InvalidInput as error:
@@ -193,7 +201,7 @@ class PlanSession:
     def _wait(self, kind: str, reason: str) -> None:
         self.plans.reasons[kind] = reason
         ignored = self._kept[kind].ignored if kind in self._kept else ()
-        self._reports[kind] = PlanReport(kind, None, reason, ignored=ignored)
+        self._reports[kind] = PlanReport(kind, None, reason, ignored=ignored, hash_seconds=self._hash_seconds(kind))
 
     def _observe(self) -> None:
         """Keep the rows of prompts that makers wait for, and no others."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from longreach.bench.launches import launched
 from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_peak
 from longreach.bench.timing import Timing
+from longreach.records.launches import Launched
 
 HOW = "CUDA events around forward and backward, launched from Python"
 AHEAD = f"{HOW} while the GPU still waits, as within a longer pass"
@@ -65,8 +66,8 @@ def measure_training(
     for name, trial in trials.items():
         peak = _peak(trial, seeds[name], device)
         seen = launched(partial(_step, trial, seeds[name]), device)
-        parts = zip(*times[name], strict=True)
-        forward, backward = (Timing.of(part, 1, _how(device, ahead)) for part in parts)
+        parts = zip(zip(*times[name], strict=True), _launched(trial, seeds[name], device), strict=True)
+        forward, backward = (Timing.of(part, 1, _how(device, ahead), launches) for part, launches in parts)
         both = Timing.of([a + b for a, b in times[name]], 1, _how(device, ahead), seen)
         found[name] = Trained(forward, backward, both, peak)
     return found
@@ -80,6 +81,16 @@ def _step(trial: Trial, seed: Tensor) -> None:
     trial.forward().backward(seed)
     for x in trial.inputs:
         x.grad = None
+
+
+def _launched(trial: Trial, seed: Tensor, device: torch.device) -> tuple[Launched, Launched]:
+    """What forward and backward launch."""
+    made: list[Tensor] = []
+    forward = launched(lambda: made.append(trial.forward()), device)
+    backward = launched(lambda: made.pop().backward(seed), device)
+    for x in trial.inputs:
+        x.grad = None
+    return forward, backward
 
 
 def _once(trial: Trial, seed: Tensor, device: torch.device, ahead: bool) -> tuple[float, float]:

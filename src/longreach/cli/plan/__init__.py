@@ -1,11 +1,11 @@
-"""`longreach plan`: a plan's contents, whether it fits a model, and how far two plans agree."""
+"""`longreach plan`: a plan's contents, its fit to a model, its break-even, and how far two plans agree."""
 
 from __future__ import annotations
 
 import argparse
 
 from longreach.cli.common import add_command
-from longreach.cli.plan import choose, compare, figures, show, verify
+from longreach.cli.plan import break_even, choose, compare, figures, show, verify
 
 NAME = "plan"
 HELP = "show, check and compare plans, the results of calibration"
@@ -14,6 +14,7 @@ EXAMPLES = (
     "longreach plan show plan.json --output similarity.png",
     "longreach plan verify plan.json --model ./Llama-3.1-8B-Instruct --json    (exit code 1 if it does not fit)",
     "longreach plan choose plan.json --budget 4 --output four.json",
+    "longreach plan break-even plan.json",
     "longreach plan compare plan.json other.json --budget 5",
     "longreach plan figures plan.json --model mini --tasks vt,cwe --output figures",
     "longreach plan figures mac.json --model mini --text book.txt --length 8192 --steps 1024 --output figures",
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         (show, "show", "show a plan's contents, and how it was made"),
         (verify, "verify", "check that a plan is whole, and made for a model"),
         (choose, "choose", "choose other anchors of a kascade plan's calibration, and make a plan with them"),
+        (break_even, "break-even", "measure from which context a kascade plan is faster than dense attention here"),
         (compare, "compare", "compare two kascade plans for one model, calibrated on different texts"),
         (figures, "figures", "draw the papers' figures behind a kascade or mac plan"),
     ):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from longreach.plans import Plan
 
 VALUES = {  # kind of plan -> the values that it may have
-    "kascade": ("anchors", "head_map", "layers", "k", "tile", "ranks", "weighted"),
+    "kascade": ("anchors", "head_map", "layers", "k", "tile", "ranks", "weighted", "dense_below"),
     "loki": (),
     "mac": ("window", "band", "tau", "alpha", "epsilon", "widest", "sinks", "bands", "mass", "windows", "accepted",
             "taken"),

@@ -81,10 +81,14 @@ def show(plan: Plan, out: Console) -> None:
         mark = " <" if row["anchors"] == list(chosen.anchors) else ""
         anchors = " ".join(map(str, row["anchors"]))
         table.row([percent(row["value"]), percent(row["bytes"]), percent(row["even_value"]), f"{anchors}{mark}"])
+    for device, phases in chosen.dense_below.items():
+        out.print()
+        for phase, tokens in phases.items():
+            out.print(f"{phase} on {device}: dense attention below {tokens} tokens, where it is faster")
     counted = "weighted by importance, over all layers" if found.weighted else "mean over layers, equal weights"
     out.print(
         "\nserved: weight that a head finds on the keys chosen by the head that it is mapped to, over that on its own "
-        f"best keys ({chosen.k} keys a tile of {chosen.tile} query rows, the least over the tiles of a prompt, mean "
+        f"best keys ({tile_of(chosen)}, the least over the tiles of a prompt, mean "
         "over heads and prompts). importance: 1 - cos of the residual stream before and after attention. value: "
         f"served, each head by the one that serves it best, {counted}; even: of as many evenly spaced anchors; bytes: "
         f"that decoding reads of dense attention's at {SHARE:.0%} of the keys."
@@ -108,12 +112,16 @@ def _show_similarity(found: CalibrationResult, out: Console) -> None:
         out.print(f"{found.layers[place]:4}{'' if wide else ' '}{text}", soft_wrap=True)
 
 
+def tile_of(plan: KascadePlan) -> str:
+    return f"{plan.k} keys a tile" + ("" if plan.tile is None else f" of {plan.tile} query rows")
+
+
 def picture(plan: Plan) -> bytes:
     """The similarity of layers, as Fig. 3 of the paper shows it; anchors are marked."""
     from longreach.records.report.calibration import similarity
 
     chosen, found = _views(plan)
-    title = f"{plan.model.name}: {chosen.k} keys a tile of {chosen.tile} query rows"
+    title = f"{plan.model.name}: {tile_of(chosen)}"
     return similarity(title, found.layers, found.plain.tolist(), chosen.anchors)
 
 

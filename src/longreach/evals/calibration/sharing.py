@@ -22,7 +22,7 @@ from longreach.evals.calibration.oracle import alone, over_layers
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.kascade.calibrate import tile_tokens
+from longreach.methods.kascade.calibrate import TILE, tile_tokens
 from longreach.methods.kascade.plan import KascadePlan
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256)  # query rows of a tile, the query heads of a KV head counted
@@ -89,7 +89,8 @@ class SharingGather(Gather):
         self.shape, self.plan, self.tiles = shape, plan, tiles
         self.group = shape.query_heads // shape.kv_heads
         self.sizes = tuple(s for s in SIZES if s >= self.group) or (self.group,)
-        self.span = max(tile_tokens(s, self.group) for s in (*self.sizes, plan.tile))
+        self.tile = plan.tile or TILE
+        self.span = max(tile_tokens(s, self.group) for s in (*self.sizes, self.tile))
 
     def chunk(self, tokens: int) -> int:
         """Whole tiles of the largest size."""
@@ -139,7 +140,7 @@ class SharingGather(Gather):
                     one = tile.first(tile_tokens(size, self.group))
                     chosen = pooled(one, how).topk(budget(start, SHARE, LEAST)).indices
                     self._add(self._pooling[how], place, layer, kept(one, chosen))
-        whole = [tile.first(tile_tokens(self.plan.tile, self.group)) for tile in heads]
+        whole = [tile.first(tile_tokens(self.tile, self.group)) for tile in heads]
         for tile in whole:
             self._oracle[..., layer] += alone(tile.share, tile.v, start + 1) / (self._count * self.shape.kv_heads)
         scores = torch.stack([pooled(tile, "post") for tile in whole])  # [G, before]

@@ -108,7 +108,7 @@ class CalibrationResult:
         """A plan's values for this, as `KascadePlan.of` and `of` read them back."""
         return {**chosen.values(), "ranks": self.ranks, "weighted": self.weighted}
 
-    def plan(self, budget: int | None, k: int, tile: int, served: float = SERVED) -> KascadePlan:
+    def plan(self, budget: int | None, k: int, tile: int | None, served: float = SERVED) -> KascadePlan:
         """With the best `budget` anchors that Algorithm 1 finds.
 
         budget: None for the fewest that serve every layer with a share of `served` of its best weight (`fewest`).
@@ -118,7 +118,7 @@ class CalibrationResult:
             return self.with_anchors(fewest(self.similarity, self.plain, served).anchors, k, tile)
         return self.with_anchors(choose(self.similarity, budget).anchors, k, tile)
 
-    def with_anchors(self, anchors: Sequence[int], k: int, tile: int) -> KascadePlan:
+    def with_anchors(self, anchors: Sequence[int], k: int, tile: int | None) -> KascadePlan:
         """With these anchors (places in `layers`) and the best head map for them."""
         own = tuple(range(self.heads.shape[1]))
         rows = dict(zip(self.layers, self.head_map(anchors)))

@@ -50,7 +50,7 @@ from longreach.methods.choosing import (
 from longreach.methods.error_bars import check_error_bars, outcome, redo_bytes
 from longreach.methods.kascade.automatic import KascadeMaker
 from longreach.methods.kascade.budget import KeyBudget
-from longreach.methods.kascade.plan import KIND, KascadePlan
+from longreach.methods.kascade.plan import KIND, KascadePlan, tokens_of_tile
 from longreach.methods.kascade.prefill import PromptTiles, choose_for_tiles, scored_rows, tiles_of
 from longreach.methods.kascade.quantised_keys import QuantisedKeys
 from longreach.methods.kascade.role import role_of
@@ -60,6 +60,8 @@ from longreach.ops.doors import EVERYTHING
 from longreach.ops.tile_lists import with_lists
 from longreach.ops.types import require
 from longreach.plans import is_automatic
+
+COVERED = "the budget covers all keys"
 
 
 class AnchorSelection(NamedTuple):
@@ -82,7 +84,9 @@ class Kascade(AttentionMethod):
         makes one set for all heads of all ranks and needs no map (the paper's variant).
     min_keys: the fewest keys of a row whose k is a fraction (the paper's minimum).
     sinks, recent: number of first and of last tokens (a row's own included) that are always chosen, within k.
-    dense_below: rows with a shorter context attend to all of it; in a prompt, tiles that begin below it.
+    dense_below: rows with a shorter context attend to all of it; in a prompt, tiles that begin below it. None: the
+        number of tokens below which the plan has dense attention as the faster on this device (`longreach plan
+        break-even`), else 0.
     dense_layers: layers that attend densely, in addition to the first anchor. Anchors among them still choose keys.
     scoring: "exact", or "int8": in decode an 8-bit copy of the anchors' keys is scored; attention reads the original
         keys. The copy is written during prefill and decode. The report counts it as metadata.
@@ -90,7 +94,7 @@ class Kascade(AttentionMethod):
         each n-th key: n = 1, from all (exact). Layers that attend densely have the exact one and do not use this.
         The chosen keys hold a little less weight: the report names it.
     score_every: in a prompt, a tile is scored by each n-th of its rows, the first included: n = 1, by all (exact).
-        The passes over all keys take as much less time, and the chosen keys hold less weight: the report names it.
+        The passes over all keys count an n-th of the reads, and the chosen keys hold less weight: the report names it.
     choose: in decode: "top", or "sample": keys are drawn by the square root of their scores in the anchor, and weighted
         (`choosing.chosen_keys`). Scores of another layer are no better a guess than that.
     seed: of the draw.
@@ -109,7 +113,7 @@ class Kascade(AttentionMethod):
     heads: Literal["kv", "all"] = "kv"
     sinks: int = 0
     recent: int = 1
-    dense_below: int = 0
+    dense_below: int | None = None
     dense_layers: tuple[int, ...] = ()
     scoring: Literal["exact", "int8"] = "exact"
     lse_every: int = 1
@@ -137,7 +141,8 @@ class Kascade(AttentionMethod):
             f"sinks + recent: expected at most {fewest}, the fewest keys that are chosen, got {self.sinks} and "
             f"{self.recent}",
         )
-        require(is_count(self.dense_below), f"dense_below: expected a count, got {self.dense_below!r}")
+        below = self.dense_below
+        require(below is None or is_count(below), f"dense_below: expected a count or None, got {below!r}")
         check_layers("dense_layers", self.dense_layers)
         require(self.scoring in ("exact", "int8"), f"scoring: expected 'exact' or 'int8', got {self.scoring!r}")
         require(is_count(self.lse_every, 1), f"lse_every: expected a count >= 1, got {self.lse_every!r}")
@@ -155,11 +160,17 @@ class Kascade(AttentionMethod):
 
     @property
     def budget(self) -> KeyBudget:
-        return KeyBudget(self.k, self.min_keys, self.dense_below, self.sinks, self.recent, self.heads == "all")
+        """By the options alone: `dense_below` of the plan is left out."""
+        return KeyBudget(self.k, self.min_keys, self.dense_below or 0, self.sinks, self.recent, self.heads == "all")
 
     def check(self, model: ModelShape) -> None:
         self.plan_of(model)
         check_layers_of("dense_layers", self.dense_layers, model.layers)
+
+    def check_prompts(self, model: ModelShape) -> None:
+        plan = self.plan_of(model)
+        if plan is not None:
+            tokens_of_tile(plan.tile, model.query_heads // model.kv_heads)
 
     def plan_of(self, model: ModelShape) -> KascadePlan | None:
         """The plan for a model; None while the session has yet to make it. Raises InvalidInput as `plans.find`."""
@@ -204,6 +215,8 @@ class Kascade(AttentionMethod):
         role = mine.role
         if role.dense and not role.serves:
             return attend_densely(call, role.dense)
+        if call.phase == "decode" and call.kv.capacity < self._limit(call, mine):
+            return attend_densely(call, role.dense or self._short(call, mine))
         if call.layer != role.anchor:
             return self._reuse(call, mine)
         return self._anchor(call, mine) if call.phase == "decode" else self._anchor_of_tiles(call, mine)
@@ -219,7 +232,11 @@ class Kascade(AttentionMethod):
         return {*anchors, *self.dense_layers}
 
     def workspace_bytes(self, model: ModelShape, rows: int, capacity: int, dtype: torch.dtype) -> int:
-        heads, chosen = 1 if self.heads == "all" else model.kv_heads, self.budget.max_keys(capacity)
+        plan, budget = self.plan_of(model), self.budget
+        if plan is not None and self.dense_below is None:
+            most = max((phases.get("decode", 0) for phases in plan.dense_below.values()), default=0)
+            budget = budget._replace(dense_below=most)
+        heads, chosen = 1 if self.heads == "all" else model.kv_heads, budget.max_keys(capacity)
         scores = 4 * rows * (model.kv_heads * capacity + heads * (capacity + chosen + 1))
         scores += sampling_bytes(self.choose, model, rows, heads, capacity, chosen) + redo_bytes(model, rows, self.redo)
         return logits_bytes(model, rows, capacity, dtype) + scores
@@ -228,19 +245,19 @@ class Kascade(AttentionMethod):
         """Decode: each row chooses."""
         if state.role.dense:
             whole, logits = call.op("attend_with_logits")
-            self._choose(call, whole.lse, logits)
+            self._choose(call, state, whole.lse, logits)
             return Outcome(whole, state.role.dense)
         if state.copy is not None:
             lse, logits = call.op("score_keys", keys=state.copy.scoring)
-            chosen = self._choose(call, lse, logits)
+            chosen = self._choose(call, state, lse, logits)
             return outcome(call, call.attend(chosen), chosen, self.error_bars, self.redo)
         lse, logits = call.op("score_keys")
-        chosen = self._choose(call, lse, logits)
+        chosen = self._choose(call, state, lse, logits)
         return outcome(call, call.op("attend_from_logits", chosen, logits), chosen, self.error_bars, self.redo)
 
-    def _choose(self, call: LayerCall, lse: Tensor, logits: Logits) -> Lists:
+    def _choose(self, call: LayerCall, state: KascadeState, lse: Tensor, logits: Logits) -> Lists:
         """The keys of each row, for this layer and those after it."""
-        budget = self.budget
+        budget = self._budget(call, state)
         scores = budget.over_heads(call, call.op("pooled_scores", lse=lse, logits=logits).float())
         heads = scores.shape[1]
         count = call.once((self, heads), lambda: budget.keys(call.context, call.context)[:, None].repeat(1, heads))
@@ -261,12 +278,12 @@ class Kascade(AttentionMethod):
         whole = call.attend(EVERYTHING) if state.role.dense else None
         scored = call.once((self, "scored"), lambda: scored_rows(call, tiles, self.score_every, self.lse_every))
         lse = None if whole is None else whole.lse
-        chosen = choose_for_tiles(self.budget, call, tiles, scored, lse, self.lse_every)
+        chosen = choose_for_tiles(self._budget(call, state), call, tiles, scored, lse, self.lse_every)
         call.shared[self] = AnchorSelection(call.layer, chosen)
         notes = _sampling_notes(call, self.score_every, 1 if whole is not None else self.lse_every)
         if whole is not None:
             return Outcome(whole, state.role.dense, notes)
-        return Outcome(call.attend(chosen), None, notes)
+        return Outcome(call.attend(chosen), None, notes, partly_dense=self._partly_dense(call, state, tiles))
 
     def _reuse(self, call: LayerCall, state: KascadeState) -> Outcome:
         role, left = state.role, call.shared.get(self)
@@ -279,18 +296,41 @@ class Kascade(AttentionMethod):
                 f"(longreach calibrate kascade)"
             )
         if isinstance(left.lists, TileLists):
-            return Outcome(call.attend(with_lists(left.lists, role.head_map)))
+            attended = call.attend(with_lists(left.lists, role.head_map))
+            return Outcome(attended, partly_dense=self._partly_dense(call, state, self._tiles(call, state)))
         lists = left.lists if role.head_map is None else replace(left.lists, head_map=role.head_map)
         return outcome(call, call.attend(lists), lists, self.error_bars, self.redo)
 
     def _all_keys(self, call: LayerCall, state: KascadeState) -> Outcome:
         """Prefill of prompts so short that no tile leaves out a key: exact, by the fastest kernel for it."""
-        return attend_densely(call, state.role.dense or "the budget covers all keys")
+        reason = self._short(call, state) if self._tiles(call, state).host.short_rows else COVERED
+        return attend_densely(call, state.role.dense or reason)
+
+    def _limit(self, call: LayerCall, state: KascadeState) -> int:
+        """The context below which rows of this phase attend to all keys."""
+        if self.dense_below is not None:
+            return self.dense_below
+        found = state.role.break_even
+        return found.decode if call.phase == "decode" else found.prefill
+
+    def _budget(self, call: LayerCall, state: KascadeState) -> KeyBudget:
+        return self.budget._replace(dense_below=self._limit(call, state))
+
+    def _short(self, call: LayerCall, state: KascadeState) -> str:
+        """The reason for the report."""
+        few = f"fewer than {self._limit(call, state)} tokens"
+        if self.dense_below is not None:
+            return f"{few} (dense_below)"
+        return f"{few}, dense is faster on {state.role.break_even.device} (plan)"
+
+    def _partly_dense(self, call: LayerCall, state: KascadeState, tiles: PromptTiles) -> tuple[str, int] | None:
+        """The rows of a pass that attend to all keys because of `dense_below`, for the report."""
+        return (self._short(call, state), tiles.host.short_rows) if tiles.host.short_rows else None
 
     def _tiles(self, call: LayerCall, state: KascadeState) -> PromptTiles:
         group = call.rows.q.shape[1] // call.kv.heads
-        tokens = max(1, state.role.tile // group)
-        return call.once((self, "tiles"), lambda: tiles_of(call.rows, tokens, self.budget))
+        tokens = tokens_of_tile(state.role.tile, group)
+        return call.once((self, "tiles"), lambda: tiles_of(call.rows, tokens, self._budget(call, state)))
 
 
 def _sampling_notes(call: LayerCall, rows: int, keys: int) -> Notes | None:

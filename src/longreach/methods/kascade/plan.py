@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from longreach.errors import InvalidInput
 from longreach.methods.base import is_count
 from longreach.ops.types import require
-from longreach.plans import Plan
+from longreach.plans import Plan, how_to_make
 
 KIND = "kascade"
 HELP = "take another plan, or calibrate again (longreach calibrate kascade)"
@@ -24,7 +25,10 @@ class KascadePlan:
     head_map [L][G]: the KV head of `anchor_of(layer)` whose keys a layer's KV head attends to. Many to one, over the
     heads of all ranks. In anchors and in layers outside the plan each head has its own number.
     layers: layers of full attention, ascending. The others attend to their window and are outside the plan.
-    k: keys of a tile in the comparison of layers. tile: query rows of a tile, the group's heads counted.
+    k: keys of a tile in the comparison of layers. tile: query rows of a tile, the group's heads counted;
+    None in a plan for decode only.
+    dense_below: device -> phase -> tokens below which dense attention was measured to be faster there (`longreach plan
+    break-even`); empty if that was not measured.
     Raises InvalidInput if these do not fit each other.
     """
 
@@ -32,7 +36,8 @@ class KascadePlan:
     head_map: tuple[tuple[int, ...], ...]
     layers: tuple[int, ...]
     k: int
-    tile: int
+    tile: int | None
+    dense_below: Mapping[str, Mapping[str, int]] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         _check_layers("layers", self.layers, len(self.head_map))
@@ -58,8 +63,9 @@ class KascadePlan:
                 f"head_map of layer {layer}, which takes no other layer's keys: expected each head its own, got "
                 f"{row!r}; {HELP}",
             )
-        for name, value in (("k", self.k), ("tile", self.tile)):
+        for name, value in (("k", self.k), *((("tile", self.tile),) if self.tile is not None else ())):
             require(is_count(value, 1), f"{name}: expected a count from 1 to {2**31 - 1}, got {value!r}; {HELP}")
+        _check_dense_below(self.dense_below)
 
     @classmethod
     def of(cls, plan: Plan) -> KascadePlan:
@@ -71,7 +77,8 @@ class KascadePlan:
             head_map=tuple(_row(row, n) for n, row in enumerate(_list(values, "head_map"))),
             layers=_numbers(values, "layers"),
             k=_value(values, "k"),
-            tile=_value(values, "tile"),
+            tile=values.get("tile"),
+            dense_below=values.get("dense_below", {}),
         )
         size = (len(found.head_map), len(found.head_map[0]))
         wanted = (plan.model.layers, plan.model.kv_heads)
@@ -88,12 +95,36 @@ class KascadePlan:
             "head_map": [list(row) for row in self.head_map],
             "layers": list(self.layers),
             "k": self.k,
-            "tile": self.tile,
+            **({} if self.tile is None else {"tile": self.tile}),
+            **({} if not self.dense_below else {"dense_below": self.dense_below}),
         }
 
     def anchor_of(self, layer: int) -> int:
         """The anchor that chooses a layer's keys: the last at or before it. layer: one of `layers`."""
         return self.anchors[bisect_right(self.anchors, layer) - 1]
+
+
+def _check_dense_below(found: object) -> None:
+    devices = isinstance(found, Mapping) and all(isinstance(name, str) for name in found)
+    require(devices, f"dense_below: expected the values of each device by its name, got {found!r}; {HELP}")
+    assert isinstance(found, Mapping)
+    for name, phases in found.items():
+        known = isinstance(phases, Mapping) and set(phases) <= {"decode", "prefill"}
+        require(
+            known and all(is_count(tokens) for tokens in phases.values()),
+            f"dense_below of {name}: expected numbers of tokens for decode and prefill, got {phases!r}; measure them "
+            f"again (longreach plan break-even)",
+        )
+
+
+def tokens_of_tile(tile: int | None, group: int) -> int:
+    """Tokens of a prompt's tile. group: query heads of a KV head. Raises InvalidInput for a plan without tiles."""
+    if tile is None:
+        raise InvalidInput(
+            f"kascade: the plan lacks the value 'tile', so it serves decode only and cannot read prompts; give it to "
+            f"decode= alone, or {how_to_make(KIND)}"
+        )
+    return max(1, tile // group)
 
 
 def _check_layers(name: str, layers: tuple[int, ...], count: int) -> None:

@@ -41,12 +41,14 @@ COLUMNS = 128  # scores of a tile are laid out in multiples of so many slots
 
 class HostTiles(NamedTuple):
     """Tiles on the host. table: int64 [L, T], row numbers, -1 for none; slot: int64 [L, T], the rows' slots; start:
-    int64 [L], the tokens before each tile; keys: int64 [L], those of them that it chooses, 0 if it takes all."""
+    int64 [L], the tokens before each tile; keys: int64 [L], those of them that it chooses, 0 if it takes all.
+    short_rows: rows of tiles that begin below `dense_below`; 0 if the budget covers the keys before each of these."""
 
     table: Tensor
     slot: Tensor
     start: Tensor
     keys: Tensor
+    short_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,21 @@ def tiles_of(rows: Rows, tokens: int, budget: KeyBudget) -> PromptTiles:
     table, slot, start = _from_runs(rows, tokens) if known else _from_positions(rows, tokens)
     keys = budget.keys(start, start + 1)
     some = keys < start
+    short_rows = _short_rows(table, start, budget)
     keys = keys.where(some, 0)
     of = torch.zeros(rows.pos.shape[0], dtype=torch.int64)
     tile, place = (table >= 0).nonzero(as_tuple=True)
     of[table[tile, place]] = tile
     numbers, first, of, count = _on_device(rows.pos.device, table, start.where(some, 0), of, keys)
     tiles = RowTiles(numbers.int(), first)
-    return PromptTiles(tiles, of, count, own_keys(tiles, of), HostTiles(table, slot, start, keys))
+    return PromptTiles(tiles, of, count, own_keys(tiles, of), HostTiles(table, slot, start, keys, short_rows))
+
+
+def _short_rows(table: Tensor, start: Tensor, budget: KeyBudget) -> int:
+    """`HostTiles.short_rows`."""
+    start, table = start[start + 1 < budget.dense_below], table[start + 1 < budget.dense_below]
+    left_out = budget._replace(dense_below=0).keys(start, start + 1) < start
+    return int((table >= 0).sum()) if bool(left_out.any()) else 0
 
 
 def _from_runs(rows: Rows, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +151,7 @@ def scored_rows(call: LayerCall, tiles: PromptTiles, every: int, keys_every: int
 
     keys_every: n, where the lse is estimated from each n-th key.
     """
-    table, slot, start, keys = tiles.host
+    table, slot, start, keys, _ = tiles.host
     rank = (table >= 0).long().cumsum(1) - 1
     taken = (table >= 0) & (rank % every == 0) & (keys > 0)[:, None]
     count, heads = taken.sum(1), call.kv.heads
@@ -179,7 +189,7 @@ def choose_for_tiles(
         lse = call.op("tile_log_sums", scored.tiles, every=keys_every)
         call.count_read(Read.of(call.kv, scored.visible, values=False, counted=scored.lse_keys))
     call.count_read(Read.of(call.kv, scored.before, values=False, counted=scored.keys_before))
-    for some in groups_of(tiles.host, heads, call.kv.heads, scratch_for(lse)):
+    for some in _groups(call, tiles, heads, scratch_for(lse)):
         _choose(budget, call, tiles, scored.tiles, some, offsets, lse, index)
     lists = PackedLists(index, offsets, heads, row_to_list=tiles.of, all_visible=True)
     return TileLists(lists, tiles.own, tiles.tiles)
@@ -211,17 +221,26 @@ def groups_of(tiles: HostTiles, heads: int, kv_heads: int, scratch: int) -> list
 
     Tiles that choose nothing are left out where no tile of a group chooses. heads: lists of a tile.
     """
-    each = bytes_of_tile(tiles.start, tiles.keys, heads, kv_heads)
-    found, end = list[slice](), 0
-    while end < len(each):
-        chosen = (tiles.keys[end:] > 0).nonzero()
-        if not len(chosen):
-            break
-        begin = end + int(chosen[0])
-        size = each[begin:].cummax(0).values * torch.arange(1, len(each) - begin + 1)  # as many columns as the largest
-        end = begin + max(1, int((size <= scratch).long().cumprod(0).sum()))
-        found.append(slice(begin, end))
-    return found
+    found, begin, largest = list[slice](), -1, 0  # begin: of the open group, -1 between groups
+    each = bytes_of_tile(tiles.start, tiles.keys, heads, kv_heads).tolist()
+    for tile, (size, keys) in enumerate(zip(each, tiles.keys.tolist(), strict=True)):
+        if begin >= 0 and max(largest, size) * (tile + 1 - begin) > scratch:  # as many columns as the largest
+            found.append(slice(begin, tile))
+            begin = -1
+        if begin >= 0:
+            largest = max(largest, size)
+        elif keys > 0:
+            begin, largest = tile, size
+    return found if begin < 0 else [*found, slice(begin, len(each))]
+
+
+def _groups(call: LayerCall, tiles: PromptTiles, heads: int, scratch: int) -> list[slice]:
+    """`groups_of`, once for the anchors of a pass."""
+
+    def make() -> tuple[PromptTiles, list[slice]]:
+        return tiles, groups_of(tiles.host, heads, call.kv.heads, scratch)
+
+    return call.once(("groups", id(tiles), heads, scratch), make)[1]  # an id is unique while its object lives
 
 
 def bytes_of_tile(length: Tensor, keys: Tensor, heads: int, kv_heads: int) -> Tensor:
