@@ -29,7 +29,7 @@ from torch import Tensor
 
 from longreach.cache.append import Append
 from longreach.cache.checks import check_counts, check_rows, check_slots, checked_kept, checked_positions, is_int
-from longreach.cache.compact import compacted
+from longreach.cache.compact import as_pair, compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.host import allocate
 from longreach.cache.host_pool import HostPool
@@ -162,6 +162,8 @@ class KVCache:
     ) -> None:  # fmt: skip
         """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
 
+        v may be k itself, in all passes of the layer: the layer then holds one memory for both (MLA's latent).
+
         rows: int [r] on the cache's device, each in [0, R) and at most once: the rows of the pass that k and v
             [r, G, D] belong to, if not all are written at once. Before the layer is attended to, all rows at new
             positions must be written, as it would hold no key for the others.
@@ -185,7 +187,11 @@ class KVCache:
         require(on, lambda: f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
         held = self.memory[layer]
         if held is not None:
-            keys = held[0]
+            keys, one = held[0], held[1] is held[0]
+            told = "the keys themselves" if one else "a tensor of their own"
+            require(
+                one == (v is k), lambda: f"v: layer {layer} holds its values as {told}; append them in the same way"
+            )
             same = keys.shape[1::2] == k.shape[1:] and keys.dtype == k.dtype
             require(same, lambda: f"k: layer {layer} holds {describe(keys)} [P, G, page, D], got {describe(k)}")
         with torch.inference_mode(False), torch.no_grad():
@@ -214,7 +220,8 @@ class KVCache:
         place = step.at(layer)
         staged = self._staged(layer, step)
         calls = self.calls if staged is None and layer in self.in_host and self.attend.by == "cpu" else None
-        return KVView(*(staged or self._held(layer)), place.seq_lens, place.table, calls=calls)
+        k, v = staged or self._held(layer)
+        return KVView(k, v, place.seq_lens, place.table, calls=calls, values_in_keys=v is k)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
         """Make the pass's tokens count. over=False: another pass of its run follows.
@@ -386,8 +393,9 @@ class KVCache:
         return Append(self._ints(slots), seq, pos, found, *host, self._begun)
 
     def _empty(self, layer: int, shape: Sequence[int], k: Tensor, v: Tensor) -> Pair:
-        """Memory for a layer, K and V [shape] like k and v, in the tier that it was placed in last."""
-        return self._tiers.empty(layer, shape, k), self._tiers.empty(layer, shape, v)
+        """Memory for a layer, K and V [shape] like k and v, in the tier that it was placed in last; one if v is k."""
+        keys = self._tiers.empty(layer, shape, k)
+        return keys, keys if v is k else self._tiers.empty(layer, shape, v)
 
     def _store(self, layer: int, pair: Pair) -> None:
         """This memory of `_empty` is the layer's from now on."""
@@ -425,7 +433,8 @@ class KVCache:
         return [(s, start + n) for s, start, n in zip(step.host_slots, step.starts or (), new, strict=True)]
 
     def _layer_bytes(self) -> list[int]:
-        return [sum(x.numel() * x.element_size() for x in held or ()) for held in self.memory]
+        each = [{id(x): x for x in held or ()}.values() for held in self.memory]
+        return [sum(x.numel() * x.element_size() for x in tensors) for tensors in each]
 
     def _held(self, layer: int) -> Pair:
         """K and V of a layer, [P, G, page, D], of the layout's size."""
@@ -435,15 +444,15 @@ class KVCache:
             raise InvalidInput(f"layer {layer} holds no keys yet; append first")
         if (held[0].shape[0], held[0].shape[2]) == (pages.total, pages.size):
             return held
-        k, v = (x[: pages.total, :, : pages.size] for x in held)  # it is larger if growth failed in a later layer
-        return k, v
+        return as_pair(held, lambda x: x[: pages.total, :, : pages.size])  # growth failed in a later layer
 
     def view_of_all(self, layer: int) -> KVView:
         """All sequences as they are, sequence b being that in slot b."""
         slots = range(len(self.lengths))
         tables = self.layouts.spread(list(self.layouts.tables(slots)))
         table = tables[layer if len(tables) > 1 else 0][:, : self.layouts[layer].width(slots)].to(self.device)
-        return KVView(*self._held(layer), self._ints(self.slots_in_use(layer)), table)
+        k, v = self._held(layer)
+        return KVView(k, v, self._ints(self.slots_in_use(layer)), table, values_in_keys=v is k)
 
     def _intact(self, slot: int) -> int:
         """Tokens of a sequence that no pass under way overwrites."""

@@ -124,7 +124,7 @@ class Compare:
                 method.check(planned_shape(model))
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
-            check_host(self.cache, spec.evict)
+            check_host(self.cache, spec.evict, shape_of(model))
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
 

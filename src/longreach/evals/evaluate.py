@@ -115,7 +115,7 @@ class Evaluation:
                 method.check(planned_shape(model))
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
-            check_host(self.room, spec.evict)
+            check_host(self.room, spec.evict, shape_of(model))
         if any(spec.fuse for spec in specs) and settings.chunk_tokens is None:
             raise InvalidInput("fusion takes documents cut into chunks; give chunk_tokens, such as 512")
         if settings.question == "decode":

@@ -34,6 +34,9 @@ class ModelShape:
     """The facts about a model that a method's options may refer to. Heads are those of all ranks.
 
     config: hash of the model's configuration, by which plans are matched to models; "" if unknown.
+    values_in_keys: the values are the keys themselves, held once (MLA's latent cache); see KVView.
+    by_layer: (KV heads, head dim) of each layer, where layers differ; kv_heads and head_dim are then the largest. ()
+        where all layers are alike.
     plans: those that the session makes itself; None where none can be made.
     """
 
@@ -42,7 +45,24 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     config: str = ""
+    values_in_keys: bool = False
+    by_layer: tuple[tuple[int, int], ...] = ()
     plans: SessionPlans | None = field(default=None, compare=False, repr=False)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """(KV heads, head dim) of a layer."""
+        return self.by_layer[layer] if self.by_layer else (self.kv_heads, self.head_dim)
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers that the KV cache of all layers holds for a token."""
+        vectors = sum(heads * dim for heads, dim in map(self.heads_of, range(self.layers)))
+        return vectors if self.values_in_keys else 2 * vectors
+
+    @property
+    def largest_group(self) -> int:
+        """The most query heads that share a KV head."""
+        return max(self.query_heads // self.heads_of(layer)[0] for layer in range(self.layers))
 
 
 class Evictable(Protocol):

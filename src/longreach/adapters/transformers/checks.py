@@ -22,6 +22,8 @@ from longreach.adapters.transformers.hybrid import (
     is_hybrid,
     rotates,
 )
+from longreach.adapters.transformers.latent import check_latent, is_latent, latent_width
+from longreach.adapters.transformers.rotary import attention_modules
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
@@ -40,6 +42,7 @@ PLANNED_FOR = (  # fields of a configuration that identify a model in all versio
     "head_dim",
     "rope_parameters",
 )
+PLANNED_FOR_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # of models with MLA
 
 
 SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -64,6 +67,15 @@ def shape_of_config(config: Any) -> ModelShape:
             f"one shape for all layers"
         )
     heads = config.num_attention_heads
+    if is_latent(config):
+        return ModelShape(
+            layers=config.num_hidden_layers,
+            query_heads=heads,
+            kv_heads=1,
+            head_dim=latent_width(config),
+            config=config_hash(config),
+            values_in_keys=True,
+        )
     return ModelShape(
         layers=len(attention_layers(config)),
         query_heads=heads,
@@ -75,7 +87,8 @@ def shape_of_config(config: Any) -> ModelShape:
 
 def config_hash(config: Any) -> str:
     """Identifies the models that a plan was made for: another shape or rotary embedding gives another hash."""
-    fields = {name: getattr(config, name, None) for name in PLANNED_FOR}
+    names = PLANNED_FOR + (PLANNED_FOR_LATENT if is_latent(config) else ())
+    fields = {name: getattr(config, name, None) for name in names}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -109,6 +122,11 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
 def check_chunks(model: nn.Module) -> None:
     """Raise Unsupported for a model whose keys and values of a chunk cannot be computed without the text before it."""
     variant = mka_variant(model)
+    if isinstance(model, PreTrainedModel) and is_latent(text_config(model)):
+        raise Unsupported(
+            f"{type(model).__name__} has multi-head latent attention (MLA), whose cached vectors longreach does not "
+            f"store in chunks; read whole prompts (no chunk store, fuse=None)"
+        )
     if isinstance(model, PreTrainedModel) and is_hybrid(text_config(model)):
         raise Unsupported(
             f"{type(model).__name__} has recurrent layers: their state depends on all tokens before, so that of a "
@@ -156,8 +174,13 @@ def check_model(
     hybrid = is_hybrid(config)
     if not decoder._supports_attention_backend and not (hybrid and attends_by_interface(decoder)):
         raise Unsupported(f"{name} does not take its attention from transformers' attention interface")
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise Unsupported(f"{name} uses multi-head latent attention (MLA), which longreach does not implement")
+    if is_latent(config):
+        check_latent(name, config, attention_modules(decoder))
+        if frequencies:
+            raise Unsupported(
+                f"{name} has multi-head latent attention (MLA), which rotates a part of its cached channels, and a "
+                f"method needs the frequencies of all; use another method"
+            )
     if getattr(decoder, "_is_stateful", False) and not hybrid:
         raise Unsupported(f"{name} has recurrent layers, whose state longreach's cache does not hold")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - set(KNOWN_LAYERS))
@@ -217,8 +240,11 @@ def check_host_attend(config: CacheConfig, device: torch.device, impl: str) -> N
             raise Unsupported(f"host_attend='cpu' (--host-attend): {why}; or leave host_attend out")
 
 
-def check_host(config: CacheConfig, evict: Eviction | None) -> None:
-    """Raise Unsupported for eviction from a cache in host memory."""
+def check_host(config: CacheConfig, evict: Eviction | None, shape: ModelShape) -> None:
+    """Raise Unsupported for eviction from a cache in host memory, and for layers that it cannot hold."""
+    if config.host and (shape.values_in_keys or shape.by_layer):
+        what = "a latent cache (MLA)" if shape.values_in_keys else "layers of different shapes"
+        raise Unsupported(f"CacheConfig(host=True) (--host): host memory does not hold {what}; use host=False")
     if config.host and evict is not None:
         raise Unsupported(
             f"evict={evict.name}: keys in host memory cannot be evicted; leave evict out, or use "

@@ -57,7 +57,7 @@ class ModelFit:
         """Bytes of keys and values of a context. Layers with a sliding window keep all tokens too; the state of
         recurrent layers, whose size no context changes, is not included."""
         assert self.shape is not None
-        return 2 * batch * tokens * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * element
+        return batch * tokens * self.shape.token_numbers * element
 
 
 def inspect_model(model: str | Path) -> ModelFit:

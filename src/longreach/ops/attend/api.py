@@ -79,7 +79,7 @@ def attend(
     lse = log sum exp(logit). Only filled slots at positions up to a row's own are visible to it.
     Slots that no row of the call selects are never read; those that one selects must hold numbers for all.
 
-    rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 16) of G.
+    rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 128) of G.
     sink_logit: float [H], an extra logit per head that takes probability and gives no value, i.e. a merge
         with Partial(out=0, lse=sink_logit).
     impl: "auto" or one of `IMPLEMENTATIONS.names()`. "cpu" is accepted for few rows of a view with `calls`, for which
