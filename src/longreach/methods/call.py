@@ -35,8 +35,8 @@ class ModelShape:
 
     config: hash of the model's configuration, by which plans are matched to models; "" if unknown.
     values_in_keys: the values are the keys themselves, held once (MLA's latent cache); see KVView.
-    by_layer: (KV heads, head dim) of each layer, where layers differ; kv_heads and head_dim are then the largest. ()
-        where all layers are alike.
+    by_layer: (KV heads, head dim) of each layer, where those with a sliding window have others than kv_heads and
+        head_dim, which are of the other layers; () where all layers are alike. Methods attend in the latter alone.
     plans: those that the session makes itself; None where none can be made.
     """
 
@@ -60,9 +60,10 @@ class ModelShape:
         return vectors if self.values_in_keys else 2 * vectors
 
     @property
-    def largest_group(self) -> int:
-        """The most query heads that share a KV head."""
-        return max(self.query_heads // self.heads_of(layer)[0] for layer in range(self.layers))
+    def largest(self) -> tuple[int, int]:
+        """The most query heads that share a KV head, and the largest head dim."""
+        shapes = self.by_layer or ((self.kv_heads, self.head_dim),)
+        return max(self.query_heads // heads for heads, _ in shapes), max(dim for _, dim in shapes)
 
 
 class Evictable(Protocol):

@@ -60,13 +60,26 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 def shape_of_config(config: Any) -> ModelShape:
     """The same, of the configuration of a language model. Raises Unsupported where layers have different shapes."""
-    differ = sorted({*SIZES} & {*(getattr(config, "per_layer_attributes", None) or ())})
-    if differ:
+    differ = {*SIZES} & {*(getattr(config, "per_layer_attributes", None) or ())}
+    if not differ <= {"head_dim", "num_key_value_heads"}:
         raise Unsupported(
-            f"{type(config).__name__}: {', '.join(differ)} differ by layer (as in Gemma-4), and longreach's cache has "
-            f"one shape for all layers"
+            f"{type(config).__name__}: {', '.join(sorted(differ))} differ by layer; longreach supports that of "
+            f"head_dim and num_key_value_heads (as in Gemma-4)"
         )
     heads = config.num_attention_heads
+    if differ:
+        layers = [config.per_layer_config[layer] for layer in attention_layers(config)]
+        each = tuple((layer.num_key_value_heads or heads, layer.head_dim) for layer in layers)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(each)
+        full = {shape for shape, kind in zip(each, kinds, strict=True) if kind != "sliding_attention"} or {*each}
+        if len(full) > 1:
+            raise Unsupported(
+                f"{type(config).__name__}: {', '.join(sorted(differ))} differ between layers without a sliding window; "
+                f"longreach supports one shape for these, as plans have it"
+            )
+        ((kv_heads, dim),) = full
+        by_layer = each if len(set(each)) > 1 else ()
+        return ModelShape(len(each), heads, kv_heads, dim, config_hash(config), by_layer=by_layer)
     if is_latent(config):
         return ModelShape(
             layers=config.num_hidden_layers,
@@ -88,7 +101,10 @@ def shape_of_config(config: Any) -> ModelShape:
 def config_hash(config: Any) -> str:
     """Identifies the models that a plan was made for: another shape or rotary embedding gives another hash."""
     names = PLANNED_FOR + (PLANNED_FOR_LATENT if is_latent(config) else ())
-    fields = {name: getattr(config, name, None) for name in names}
+    differ = {*(getattr(config, "per_layer_attributes", None) or ())}  # not to be read from the whole configuration
+    fields = {name: None if name in differ else getattr(config, name, None) for name in names}
+    if differ:
+        fields |= {name: [getattr(layer, name, None) for layer in config.per_layer_config] for name in sorted(differ)}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -126,6 +142,11 @@ def check_chunks(model: nn.Module) -> None:
         raise Unsupported(
             f"{type(model).__name__} has multi-head latent attention (MLA), whose cached vectors longreach does not "
             f"store in chunks; read whole prompts (no chunk store, fuse=None)"
+        )
+    if isinstance(model, PreTrainedModel) and shape_of(model).by_layer:
+        raise Unsupported(
+            f"{type(model).__name__} has keys whose shape differs by layer, which longreach does not store in chunks; "
+            f"read whole prompts (no chunk store, fuse=None)"
         )
     if isinstance(model, PreTrainedModel) and is_hybrid(text_config(model)):
         raise Unsupported(

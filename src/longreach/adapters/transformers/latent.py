@@ -68,7 +68,7 @@ def check_latent(name: str, config: Any, modules: list[nn.Module]) -> None:
 
 def check_kernels(name: str, shape: ModelShape, device: torch.device, impl: str) -> None:
     """Raise Unsupported where the kernels for a GPU do not take the shape of a model's heads. impl: of the session."""
-    group, dim = shape.largest_group, shape.head_dim
+    group, dim = shape.largest
     if device.type != "cuda" or impl == "reference" or (dim <= KERNEL_WIDEST and group <= KERNEL_GROUP):
         return
     raise Unsupported(

@@ -11,7 +11,7 @@ from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.loki.calibrate import Moments, moments, principal, together
+from longreach.methods.loki.calibrate import Moments, moments_of, principal, together
 from longreach.methods.loki.plan import LokiPlan
 
 
@@ -27,7 +27,8 @@ class LokiGather(Gather):
     def layer(self, call: LayerCall, outcome: Outcome) -> None:
         page, offset = call.kv.locate(call.rows.seq.long(), call.rows.pos.long())
         mine = self._found[call.layer]
-        mine.append(moments(call.kv.k[page, :, offset]))
+        shape = self.shape.kv_heads, self.shape.head_dim
+        mine.append(moments_of(shape, call.kv.k[page, :, offset]))
         mine[:] = [together(mine)]
 
     def finish(self) -> dict[str, Any]:
