@@ -281,10 +281,10 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _decode_methods(model: Any) -> tuple[list[str], dict[str, str]]:
     """Every decode method that fits the model as it is by default; and why the others do not."""
-    from longreach.adapters.transformers import planned_shape
-    from longreach.methods.registry import names, unfit
+    from longreach.adapters.transformers import unfit_methods
+    from longreach.methods.registry import names
 
-    decodes, strange = names("decode"), unfit(planned_shape(model))
+    decodes, strange = names("decode"), unfit_methods(model)
     return [n for n in decodes if n not in strange], {n: why for n, why in strange.items() if n in decodes}
 
 

@@ -14,6 +14,7 @@ from longreach.adapters.transformers import (
     Session,
     attach,
     check_host,
+    check_method,
     context_limit,
     planned_shape,
     shape_of,
@@ -111,8 +112,8 @@ class Evaluation:
             )
         self.room = replace(cache or CacheConfig(), capacity=settings.longest)
         for spec in specs:
-            for method in (spec.prefill, spec.decode):
-                method.check(planned_shape(model))
+            check_method(model, spec.prefill, "prefill")
+            check_method(model, spec.decode)
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
             check_host(self.room, spec.evict, shape_of(model))

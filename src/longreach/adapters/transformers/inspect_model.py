@@ -78,12 +78,23 @@ def inspect_model(model: str | Path) -> ModelFit:
     except LongreachError as error:
         return ModelFit(name, parameters, str(error), None, {}, None, {}, {})
     planned = planned_shape(made)
-    methods = {known: _reason(made, decoder, method_class(known)(), planned) for known in METHODS}
+    methods = {known: _reason(made, method_class(known)()) for known in METHODS}
     automatic = tuple(known for known in METHODS if method_class(known)().plan_maker(planned) is not None)
     plans = {kind: path.stem for kind in KINDS if (path := default_file(kind, shape)) is not None}
     limit = getattr(text_config(made), "max_position_embeddings", None)
     recurrent = len(recurrent_layers(text_config(made)))
     return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans, automatic, recurrent)
+
+
+def unfit_methods(model: PreTrainedModel) -> dict[str, str]:
+    """Name -> reason, for methods that a model cannot use with their default options: no plan fits, or no rotation is
+    there to undo.
+
+    Raises Unsupported for a model that longreach does not attach to.
+    """
+    check_model(model, decoder_of(model), rotary=False)
+    reasons = {name: _reason(model, method_class(name)()) for name in METHODS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def without_weights(model: str | Path) -> PreTrainedModel:
@@ -110,13 +121,17 @@ def without_weights(model: str | Path) -> PreTrainedModel:
     return made
 
 
-def _reason(model: PreTrainedModel, decoder: PreTrainedModel, method: AttentionMethod, shape: ModelShape) -> str | None:
+def check_method(model: PreTrainedModel, method: AttentionMethod, slot: str = "decode") -> None:
+    """Raise what `attach` raises for a model and a method of a slot, without attaching."""
+    decoder = decoder_of(model)
+    check_model(model, decoder, rotary=method.needs_pre_rope, frequencies=method.needs_frequencies, placed=False)
+    check_levels(model, evicts=False, **{slot: method.name})
+    method.check(planned_shape(model))
+
+
+def _reason(model: PreTrainedModel, method: AttentionMethod) -> str | None:
     try:
-        check_model(
-            model, decoder, rotary=method.needs_pre_rope, frequencies=method.needs_frequencies, placed=False
-        )  # fmt: skip
-        check_levels(model, decode=method.name)
-        method.check(shape)
+        check_method(model, method)
     except LongreachError as error:
         return str(error)
     return None
