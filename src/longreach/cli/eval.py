@@ -48,8 +48,9 @@ CHUNK_TOKENS = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=False)
-    parser.add_argument("--tasks", default="all", metavar="A,B", help="names, 'needles', 'ruler' or 'all' (default); a "
-                        "data set with its file, such as qa_1=squad.json or longbench=qasper.jsonl")  # fmt: skip
+    parser.add_argument("--tasks", default="all", metavar="A,B", help="names, 'needles', 'ruler', 'ruler_official' "
+                        "or 'all' (default); a data set with its file, such as qa_1=squad.json or "
+                        "longbench=qasper.jsonl")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the tasks and stop")
     parser.add_argument("--length", type=_lengths, default=(4096,), metavar="N[,N...]",
                         help="tokens of prompt and answer together (default 4096); each task at each")  # fmt: skip
