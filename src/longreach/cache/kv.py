@@ -380,8 +380,12 @@ class KVCache:
         added: Sequence[int], firsts: Sequence[int] | None,
     ) -> Append:  # fmt: skip
         """The pass over rows at `pos` [R], or from firsts[b] on: each sequence's first position where known."""
-        each = self._ints(counts)
-        seq = torch.repeat_interleave(torch.arange(len(counts), device=self.device), each, output_size=sum(counts))
+        seq = torch.arange(len(counts), device=self.device)
+        if pos is None and all(count == 1 for count in counts):  # a decode step
+            pos = self._ints(firsts)
+        else:
+            each = self._ints(counts)
+            seq = torch.repeat_interleave(seq, each, output_size=sum(counts))
         if pos is None:
             shift = self._ints(firsts) - torch.cumsum(each, 0) + each
             pos = torch.arange(sum(counts), device=self.device) + shift[seq]
