@@ -28,14 +28,22 @@ import torch
 from torch import Tensor
 
 from longreach.cache.append import Append
-from longreach.cache.checks import check_counts, check_rows, check_slots, checked_kept, checked_positions, is_int
+from longreach.cache.checks import (
+    check_appended,
+    check_counts,
+    check_rows,
+    check_slots,
+    checked_kept,
+    checked_positions,
+    is_int,
+)
 from longreach.cache.compact import as_pair, compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.host import allocate
 from longreach.cache.host_pool import HostPool
 from longreach.cache.layout import Layout
 from longreach.cache.layouts import Layouts
-from longreach.cache.placing import placements
+from longreach.cache.placing import placements, sequences_and_positions
 from longreach.cache.staging import Pair, Staging
 from longreach.cache.state import SequenceState, StatelessOnTruncate
 from longreach.cache.tiers import CPU_ATTENDS, STAGING, HostAttend, MemoryUse, Tiers, check_attend
@@ -44,7 +52,7 @@ from longreach.ops.append import append
 from longreach.ops.host_calls import HostCalls
 from longreach.ops.place import place as ops_place
 from longreach.ops.rope import RotaryAngles
-from longreach.ops.types import FLOATS, INTS, KVView, RowRange, describe, require
+from longreach.ops.types import INTS, KVView, RowRange, describe, require
 
 IN_PLACE = 8  # the most rows of a sequence for which a pass reads host memory in place, without staging
 
@@ -179,21 +187,8 @@ class KVCache:
             check_rows(rows, place.slot.shape[0])
             place = place.take(rows)
         count = place.slot.shape[0]
-        ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == count and k.dtype in FLOATS
-        require(ok, lambda: f"k: expected float [R={count}, G, D], got {describe(k)}")
-        same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype
-        require(same, lambda: f"v: expected {describe(k)} like k, got {describe(v)}")
-        on = k.device == self.device and v.device == self.device
-        require(on, lambda: f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
         held = self.memory[layer]
-        if held is not None:
-            keys, one = held[0], held[1] is held[0]
-            told = "the keys themselves" if one else "a tensor of their own"
-            require(
-                one == (v is k), lambda: f"v: layer {layer} holds its values as {told}; append them in the same way"
-            )
-            same = keys.shape[1::2] == k.shape[1:] and keys.dtype == k.dtype
-            require(same, lambda: f"k: layer {layer} holds {describe(keys)} [P, G, page, D], got {describe(k)}")
+        check_appended(layer, k, v, count, self.device, held)
         with torch.inference_mode(False), torch.no_grad():
             if held is None:
                 pages = self.layouts[layer].pages
@@ -380,15 +375,7 @@ class KVCache:
         added: Sequence[int], firsts: Sequence[int] | None,
     ) -> Append:  # fmt: skip
         """The pass over rows at `pos` [R], or from firsts[b] on: each sequence's first position where known."""
-        seq = torch.arange(len(counts), device=self.device)
-        if pos is None and all(count == 1 for count in counts):  # a decode step
-            pos = self._ints(firsts)
-        else:
-            each = self._ints(counts)
-            seq = torch.repeat_interleave(seq, each, output_size=sum(counts))
-        if pos is None:
-            shift = self._ints(firsts) - torch.cumsum(each, 0) + each
-            pos = torch.arange(sum(counts), device=self.device) + shift[seq]
+        seq, pos = sequences_and_positions(counts, pos, firsts, self.device)
         runs = None
         if firsts is not None:
             runs = [RowRange(n, b, first) for b, (n, first) in enumerate(zip(counts, firsts, strict=True))]

@@ -483,8 +483,7 @@ class Session(SessionCaches):
         self._notes_rotary = True
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            given = kwargs.get("position_embeddings")
-            if probing() or given is None:
+            if probing() or (given := kwargs.get("position_embeddings")) is None:
                 return
             pair = cos_sin(given)
             step = current()
