@@ -56,6 +56,8 @@ def _show(found: ModelFit) -> None:
         kinds.append(f"{found.recurrent} layers with a recurrent state, which transformers computes")
     out.print(f"longreach works with {found.name} ({_count(found.parameters)} parameters).")
     out.print(f"{'; '.join(kinds)}; {_heads(shape)}")
+    if found.gpu is not None:
+        out.print(f"On a GPU: {found.gpu}.")
     out.print()
     methods = Table("method", "with its default options", box=None, pad_edge=False)
     for method, reason in found.methods.items():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
@@ -94,6 +96,10 @@ def test_methods_that_choose_keys(method: str) -> None:
     """Every method decodes after a longer prompt and reads less than everything, or dense attention's bytes."""
     options = {"mac": "mac min_context=64 window=64 band=32", "kascade": "kascade k=0.1 min_keys=16"}
     model = model_of("deepseek_v3")
+    if method == "magicpig":
+        with pytest.raises(InvalidInput, match="magicpig: expected keys and values apart, got one latent vector"):
+            attach(model, decode=method)
+        return
     decode = Quest(dense_layers=()) if method == "quest" else options.get(method, method)
     with attach(model, decode=decode) as session:
         got = generate(model, random_tokens(1, 2200), steps=8)
@@ -229,7 +235,15 @@ def test_check_shows_the_latent_cache(tmp_path: Any, capsys: pytest.CaptureFixtu
     assert (found.shape.kv_heads, found.shape.head_dim, found.shape.values_in_keys) == (1, WIDTH, True)
     assert found.kv_bytes(100, batch=2, element=4) == 2 * 2 * 100 * WIDTH * 4
     assert main(["check", str(path)]) == 0
-    assert "one latent vector of 48 channels a token" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "one latent vector of 48 channels a token" in text and "On a GPU" not in text
+    (path / "config.json").write_text(
+        json.dumps(json.loads((path / "config.json").read_text()) | {"kv_lora_rank": 512})
+    )
+    assert main(["check", str(path)]) == 0
+    assert "On a GPU: DeepseekV3ForCausalLM attends with up to 4 query heads" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 # what is refused
@@ -272,6 +286,30 @@ def test_expansions_of_another_formula_are_refused() -> None:
     module.__class__ = Other
     with pytest.raises(Unsupported, match="by a formula of its own"):
         check_expansion(module)
+
+
+def test_macs_search_pays_later_where_key_and_value_are_one() -> None:
+    """A ring row of each query head costs as much as a key, of which a token has one for all heads."""
+    state = {}
+    for family in ("llama", "deepseek_v3"):
+        model = model_of(family)
+        with attach(model, decode=MAC(window=64, band=32)) as session:
+            cache = session.new_cache()
+            model(prompt(), past_key_values=cache, use_cache=True)
+            (state[family],) = cache.states.states((session.decode,), 0)
+    prices = {family: found.rule.price for family, found in state.items()}
+    assert prices == {"llama": 2 * (64 + 6) / 128, "deepseek_v3": 4 * (4 * WIDTH + 6) / (4 * WIDTH)}
+    assert state["deepseek_v3"].rule.min_context == math.ceil(prices["deepseek_v3"] * 64) + 32
+
+
+def test_heads_of_the_full_size() -> None:
+    """32 query heads over vectors of 576 channels, as DeepSeek-V3's."""
+    sizes = {"num_attention_heads": 32, "num_key_value_heads": 32, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+    model = tiny_model("minicpm3", **sizes)
+    want = generate(model, prompt(), steps=8)
+    for decode in (None, Quest(k=1.0, dense_layers=()), StreamingLLM(window=4096)):
+        with attach(model, decode=decode):
+            assert torch.equal(generate(model, prompt(), steps=8).tokens, want.tokens)
 
 
 def test_queries_in_the_space_of_latents() -> None:

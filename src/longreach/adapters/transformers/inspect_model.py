@@ -18,6 +18,7 @@ from longreach.adapters.transformers.checks import (
     text_config,
 )
 from longreach.adapters.transformers.hybrid import recurrent_layers
+from longreach.adapters.transformers.latent import kernels_refusal
 from longreach.adapters.transformers.load import broken_config, model_path, quiet, register_variants
 from longreach.errors import LongreachError, Unsupported
 from longreach.methods.base import AttentionMethod
@@ -39,7 +40,7 @@ class ModelFit:
     methods: attention method -> why it does not fit with its default options, None if it does.
     plans: method -> the plan that is shipped for the model. automatic: methods whose plan a session makes of its first
     prompt, as none is shipped. recurrent: how many layers keep a recurrent state; shape and windows count those that
-    attend.
+    attend. gpu: why a GPU does not compute the model's attention but with impl="reference"; None if it does.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ModelFit:
     plans: dict[str, str]
     automatic: tuple[str, ...] = ()
     recurrent: int = 0
+    gpu: str | None = None
 
     def kv_bytes(self, tokens: int, batch: int = 1, element: int = ELEMENT) -> int:
         """Bytes of keys and values of a context. Layers with a sliding window keep all tokens too; the state of
@@ -83,7 +85,9 @@ def inspect_model(model: str | Path) -> ModelFit:
     plans = {kind: path.stem for kind in KINDS if (path := default_file(kind, shape)) is not None}
     limit = getattr(text_config(made), "max_position_embeddings", None)
     recurrent = len(recurrent_layers(text_config(made)))
-    return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans, automatic, recurrent)
+    gpu = kernels_refusal(name, shape)
+    windows = cache_windows(made)
+    return ModelFit(name, parameters, None, shape, windows, limit, methods, plans, automatic, recurrent, gpu)
 
 
 def unfit_methods(model: PreTrainedModel) -> dict[str, str]:

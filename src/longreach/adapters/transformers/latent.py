@@ -68,10 +68,17 @@ def check_latent(name: str, config: Any, modules: list[nn.Module]) -> None:
 
 def check_kernels(name: str, shape: ModelShape, device: torch.device, impl: str) -> None:
     """Raise Unsupported where the kernels for a GPU do not take the shape of a model's heads. impl: of the session."""
+    why = kernels_refusal(name, shape)
+    if device.type == "cuda" and impl != "reference" and why is not None:
+        raise Unsupported(why)
+
+
+def kernels_refusal(name: str, shape: ModelShape) -> str | None:
+    """Why the kernels for a GPU do not take the shape of a model's heads; None if they do."""
     group, dim = shape.largest
-    if device.type != "cuda" or impl == "reference" or (dim <= KERNEL_WIDEST and group <= KERNEL_GROUP):
-        return
-    raise Unsupported(
+    if dim <= KERNEL_WIDEST and group <= KERNEL_GROUP:
+        return None
+    return (
         f"{name} attends with up to {group} query heads a KV head and {dim} channels a head; the kernels for a GPU "
         f"take up to {KERNEL_GROUP} and {KERNEL_WIDEST}. Run it on a CPU, or with impl='reference', exact but slow"
     )

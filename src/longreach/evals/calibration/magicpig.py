@@ -18,6 +18,7 @@ from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.magicpig import MagicPIG
 from longreach.methods.magicpig.calibrate import PAIRS, centre_of, counted, expected_error, tokens_needed
+from longreach.methods.magicpig.method import check_shape
 from longreach.methods.magicpig.plan import ARRAYS, MagicPIGPlan, Options, Pair
 from longreach.methods.magicpig.schedule import Schedule
 from longreach.ops import Rows
@@ -143,6 +144,9 @@ class MagicPIGCalibration(Calibration):
         """The options of the method."""
         names = ("least", "share", "sinks", "local", "seal", "centre")
         return {"seed": self.hash_seed, **{name: getattr(self, name) for name in names}}
+
+    def check(self, shape: ModelShape) -> None:
+        check_shape(shape)
 
     def least_tokens(self, shape: ModelShape) -> int:
         return tokens_needed(MagicPIG(**self._given()).schedule, self.rows)
