@@ -345,3 +345,13 @@ def test_memory_for_one_is_not_memory_for_two() -> None:
     step = kv.begin([0], [3])
     with pytest.raises(InvalidInput, match="layer 0 holds its values as the keys themselves"):
         kv.append(0, step, k, k.clone())
+
+
+def test_magicpig_takes_sixteen_query_heads_a_kv_head() -> None:
+    model = tiny_model("llama", num_attention_heads=32, num_key_value_heads=1, head_dim=8)
+    with pytest.raises(InvalidInput, match="magicpig: expected at most 16 query heads a KV head, got 32"):
+        attach(model, decode="magicpig")
+    want = generate(model, prompt(), steps=8)
+    for decode in (None, "quest k=1.0 dense_layers=[0]"):
+        with attach(model, decode=decode):
+            assert torch.equal(generate(model, prompt(), steps=8).tokens, want.tokens)

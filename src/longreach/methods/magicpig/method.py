@@ -47,11 +47,21 @@ HASHED = {"own": Hashed(each=0.6, together=0.65, few=8), "group": Hashed(each=0.
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 
 
+MOST_GROUP = 16  # query heads of a KV head that share hash tables, see ops.simhash
+
+
 def check_shape(model: ModelShape) -> None:
     """Raise InvalidInput for a model that the method does not serve."""
     require(
         not model.values_in_keys,
         "magicpig: expected keys and values apart, got one latent vector for both (MLA); decode with another method",
+    )
+    group = model.query_heads // model.kv_heads
+    require(
+        group <= MOST_GROUP,
+        lambda: (
+            f"magicpig: expected at most {MOST_GROUP} query heads a KV head, got {group}; decode with another method"
+        ),
     )
 
 
