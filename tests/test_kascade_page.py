@@ -53,7 +53,7 @@ def mean(label: str, length: int) -> float:
 
 
 def test_the_default_plan_in_both_phases() -> None:
-    (rows,) = (rows for head, rows in tables(PAGE) if head[-1] == "bytes read, prefill")
+    (rows,) = (rows for head, rows in tables(PAGE) if head[-2:] == ("bytes read, decode", "bytes read, prefill"))
     expected = dict[str, Row]()
     for name, label in ANCHORS.items():
         reads = [100 * fmean(one[f"{phase}_reads"]["total"] for one in found(label)) for phase in ("decode", "prefill")]
@@ -67,6 +67,44 @@ def test_the_default_plan_in_both_phases() -> None:
         lost = [f"{mean('dense', n) - mean(ANCHORS[label], n):.1f}" for n in (4096, 16384)]
         assert text.format(*lost) in words
     assert all(mean("dense", n) - mean(ANCHORS["default"], n) < 1 for n in (4096, 16384))
+
+
+PROMPTS = {
+    "dense attention, in decoding too": "dense",
+    "default": "kascade/kascade",
+    "`lse_every=16`": "kascade/kascade prefill.lse_every=16",
+    "`score_every=4`": "kascade/kascade prefill.score_every=4",
+    "`lse_every=16 score_every=4`": "kascade/kascade prefill.lse_every=16 prefill.score_every=4",
+    "`k=0.2`": "kascade/kascade prefill.k=0.2",
+    "`k=0.2 sinks=4 recent=64`": "kascade/kascade prefill.k=0.2 prefill.sinks=4 prefill.recent=64",
+}
+SHOWN = "cwe", "niah_multikey_2", "niah_multivalue", "vt"
+
+
+def prompt_means() -> dict[str, float]:
+    tasks = record("mini-kascade-prefill-16384")["tasks"].values()
+    return {name: 100 * fmean(t["results"][label]["score"] for t in tasks) for name, label in PROMPTS.items()}
+
+
+def prompt_rows() -> Iterator[Row]:
+    tasks, means = record("mini-kascade-prefill-16384")["tasks"], prompt_means()
+    for name, label in PROMPTS.items():
+        some = (f"{tasks[task]['results'][label]['score']:.0%}" for task in SHOWN)
+        reads = fmean(t["results"][label]["prefill_reads"]["total"] for t in tasks.values())
+        yield name, f"{means[name]:.1f}%", *some, f"{reads:.0%}"
+
+
+def test_options_of_the_prompt() -> None:
+    (rows,) = (rows for head, rows in tables(PAGE) if head[:2] == ("prompt", "RULER 16,384"))
+    assert rows == list(prompt_rows())
+    words, (dense, default, sampled, fewer, _, more, best) = " ".join(PAGE.split()), prompt_means().values()
+    for text in (
+        f"`k=0.2 sinks=4 recent=64` loses {dense - best:.1f} points",
+        f"Twice the keys alone lose {dense - more:.1f}",
+        f"({sampled - default:.1f} points more than exact scores)",
+        f"`score_every=4` loses {dense - fewer:.1f} points",
+    ):
+        assert text in words, text
 
 
 def times(group: str, case: str) -> dict[str, float]:
@@ -113,17 +151,26 @@ def test_speed() -> None:
     first = record("first-token")["cases"]["first-token-32k"]
     (dense, kascade), plan = (e["microseconds"]["median"] / 1e6 for e in first["entries"]), first["automatic_plan"]
     decoded = [times("kascade-decode", f"kascade-{n}k-b1") for n in (256, 512)]
-    missed = [t["missed_by"] for name, c in record("kascade-prefill")["cases"].items() for t in c["targets"]
-              if name in CASES and not t["reached"]]  # fmt: skip
+    prefill = record("kascade-prefill")["cases"]
+    missed = [t["missed_by"] for name, c in prefill.items() for t in c["targets"]
+              if name in CASES and "sampled" not in name and not t["reached"]]  # fmt: skip
+    sampled = [times("kascade-prefill", f"kascade-prefill-sampled-{n}k-10pct") for n in (32, 128)]
+    mass = min(prefill[f"kascade-prefill-sampled-{n}k-10pct"]["mass_of_chosen"] for n in (32, 128))
+    later = [e["microseconds"]["median"] / 1e6 for e in record("first-token")["cases"]["first-token-128k"]["entries"]]
     steps = [times_of_a_model(f"8b-kascade-128k-b{batch}") for batch in (1, 4)]
     qwen = times("kascade-decode", "kascade-qwen3-128k-b1")
     for text in (
         f"miss its ratios by {min(missed):.1%} to {max(missed):.1%} at 32K and 64K",
+        "take {:.2f} ms at 32K ({:.2f}x) and {:.2f} ms at 128K ({:.2f}x; target 3)".format(
+            *(y for x in sampled for y in (x["kascade"], x["fa3"] / x["kascade"]))
+        ),
+        f"at least {100 * mass:.2f}% of the weight of the best keys",
+        f"comes after {later[1]:.2f} s instead of {later[0]:.2f} ({later[0] / later[1]:.2f}x)",
         f"a layer takes {long['kascade']:.1f} ms, FlashAttention-3 {long['fa3']:.1f}",
         f"reuse layer takes {long['reuse layer']:.1f} ms, an anchor {long['anchor']:.0f}",
         f"(scores and log-sums {both:.0f} of it)",
         f"after {kascade:.2f} s instead of {dense:.2f} with dense attention ({dense / kascade:.2f}x;",
-        f"takes {plan['seconds']:.2f} s more, {plan['share_of_dense']:.0%} of the dense prefill",
+        f"takes {plan['seconds']:.2f} s more at 32K, {plan['share_of_dense']:.0%} of the dense prefill",
         "512K is {:.2f} and {:.2f} times".format(*(fastest(x) / x["kascade"] for x in decoded)),
         "{:.2f} and {:.2f} times as fast as FlashAttention-3".format(*(x["fa3"] / x["kascade"] for x in decoded)),
         "takes {:.2f} ms instead of {:.2f} ({:.2f}x), and".format(*steps[0]),

@@ -27,7 +27,7 @@ LABELS = {
 ROUTINGS = "fastmka-fixed", "fastmka-top1", "fastmka-top2"
 # before healing they are the original, bit for bit
 HEALED_ONLY = "mha", "fastmka", "fastmka-3", *ROUTINGS, "mka", "mka-2", "mka-gated"
-DRAWN = [(window, blocks) for window in (128, 512) for blocks in (2, 8)]
+DRAWN = [(128, 2), (128, 8), (512, 2), (512, 8), (512, 32), (512, 256)]
 CACHE = {"mha": 2.0, "gqa-2": 0.5, "mqa": 0.25, "mla": 0.5}  # over the original's cache, which has 4 KV heads
 NAMES = {"gqa": "dense", "mla": "MLA", "mka softmaxes": "`mka`", "mka gated": "`mka mode=gated`", "torch_sdpa": "torch"}
 LENGTHS, PARTS = (4096, 16384), ("forward_", "backward_", "")
@@ -167,7 +167,7 @@ def position_rows() -> Iterator[Row]:
 def cases(kind: str) -> dict[str, dict[str, Any]]:
     """Entries by name, by the end of the case's name ("32K", "128K-b8")."""
     found = record(f"mka-{kind}")["cases"].items()
-    device = "NVIDIA H200" if kind in ("decode", "model") else "NVIDIA H100"
+    device = "NVIDIA H100" if kind in ("attention", "layer") else "NVIDIA H200"
     assert all(case["device"]["name"].startswith(device) for _, case in found)
     return {x.split("-", 2)[2].replace("k", "K"): {e["name"]: e for e in case["entries"]} for x, case in found}
 
@@ -195,13 +195,24 @@ def layer_rows() -> Iterator[Row]:
         yield NAMES.get(kind, f"`{kind}`"), *cells
 
 
+def over_the_others(entries: list[dict[str, Any]]) -> float:
+    """Speed of the first entry over the fastest of the others."""
+    mine, *others = (ms(x) for x in entries)
+    return min(others) / mine
+
+
 def target_rows() -> Iterator[Row]:
     found = dict[str, list[Row]]()
     for kind in KINDS:
         for name, case in zip(cases(kind), record(f"mka-{kind}")["cases"].values(), strict=True):
             for x in case["targets"]:
                 what = f"{kind}, {x['of']}: {x['quantity']} {NAMES.get(x['over'], '')}".strip()
-                cells = name, f"{x['bound']:g}", f"{x['got']:.2f}", "yes" if x["reached"] else "no"
+                got, reached = x["got"], x["reached"]
+                if got is None:  # without FlashInfer a record gives no verdict
+                    assert x["quantity"] == "speed over fastest" and case["baselines"]["left_out"] == ["flashinfer"]
+                    got = over_the_others(case["entries"])
+                    reached = got >= x["bound"]
+                cells = name, f"{x['bound']:g}", f"{got:.2f}", "yes" if reached else "no"
                 found.setdefault(what, []).append(cells)
     for what, rows in found.items():
         yield what, *(" / ".join(x if len(set(x)) > 1 else x[:1]) for x in zip(*rows, strict=True))
@@ -248,8 +259,11 @@ def test_sentences() -> None:
                                                   layer["fastmka"], layer["gqa"])]  # fmt: skip
     decode = [(x["block_mka"], x["torch SDPA cudnn"]) for x in cases("decode").values()]
     one, model = decode[0][0], cases("model")["32K-b1"]
-    again = (131071 // 64 * 64 - 512) // 64 * 8 * 128 * 2  # bytes of the keys of all summaries before the window
-    rate = cases("scan")["128K"]["forward"]["tb_per_s"]
+    rates = (x["tb_per_s"] for x in cases("scan")["128K"].values())
+    for name, case in record("dense-decode")["cases"].items():  # FlashInfer is slower than cuDNN there
+        if name.startswith("dense-128k"):
+            best = {x: min(ms(e) for e in case["entries"] if e["name"].startswith(x)) for x in ("Flash", "torch SDPA")}
+            assert best["torch SDPA"] < best["Flash"]
     for text in (
         "{} of {} at 4K, and {} of {} at 16K".format(*scores),
         f"`bounds` is {above(control, bounds)} points below the control",
@@ -263,6 +277,8 @@ def test_sentences() -> None:
         f"mean weight of {sum(by_level(longer, 'weight')[2]) / 12:.2f} and the window "
         f"{sum(by_level(longer, 'weight')[0]) / 12:.2f}",
         f"it scores {above(bounds, drawn)} points less than the checkpoint",
+        f"With all blocks it is {above(control, 'block-drawn-healed-512-256')} points below the control",
+        f"with 32 {above(control, 'block-drawn-healed-512-32')}",
         f"hash is {above(control, 'block-hash-healed')} points below the control",
         f"`summary` {above(control, 'block-healed')}, `index` {above(control, 'block-index-healed')}",
         f"Healing helps the hash by {above('block-hash-healed', 'block-hash')} points",
@@ -271,13 +287,14 @@ def test_sentences() -> None:
         f"Summaries get {min(moved[1]):.2f} to {max(moved[1]):.2f}",
         f"level 2 has {sum(by_level('fastmka', 'weight')[1]) / 12:.1%} of the weight",
         "for {} and {} kernels".format(*kernels[:2]), "{} kernels instead of {}".format(*kernels[2:]),
-        f"moves {rate:.2f} TB/s forward",
+        "moves {:.2f} and {:.2f} TB/s".format(*rates),
         "batches of 1, 8 and 32 take {:.1f}, {:.1f} and {:.1f} us".format(*(1e3 * ms(mine) for mine, _ in decode)),
         "dense kernel {:.1f}, {:.1f} and {:.1f} us".format(*(1e3 * ms(dense) for _, dense in decode)),
-        f"{one['launched']['kernels']} kernels in turn, at {one['tb_per_s']:.2f} TB/s",
+        f"{one['launched']['kernels']} kernels in turn, at {one['tb_per_s']:.2f} TB/s for batch 1",
+        "{:.1f}, {:.0f} and {:.0f} times as fast".format(*(ms(dense) / ms(mine) for mine, dense in decode)),
         f"{ms(model['fastmka']):.2f} ms with `fastmka`, {ms(model['gqa']):.2f} dense",
         "for {} kernels instead of {}".format(*(model[x]["launched"]["kernels"] for x in ("fastmka", "gqa"))),
-        f"brings the bytes to {one['percent_of_dense'] * (1 - again / one['bytes_read']):.2f}%",
+        f"reads {one['percent_of_dense']:.2f}% of dense attention's bytes",
     ):  # fmt: skip
         assert text in " ".join(MKA.split()), text
     whole = f"{ms(attention['128K']['torch cuDNN']) / ms(attention['128K']['block_mka']):.1f} times as fast at 128K"

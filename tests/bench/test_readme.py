@@ -45,20 +45,23 @@ def test_whole_models_have_a_line_a_case(tmp_path: Path) -> None:
         return {"name": name, "microseconds": {"median": us}, **more}
 
     case = {"shape": {"context": 8192, "batch": 4}, "device": {"name": "abacus"}, "commit": "c" * 40, "targets": []}
-    peaks = (20 << 30, 10 << 30), (5 << 30, 30 << 30), (1 << 30, 2 << 30)
+    peaks = (20 << 30, 10 << 30), (5 << 30, 30 << 30), (5 << 30, 3 << 30), (1 << 30, 2 << 30)
     ways = [
         entry(name, us, ttft_seconds=us / 4e3, memory={"prefill_peak": prefill, "decode_peak": decode})
-        for name, us, (prefill, decode) in zip(WAYS, (8000.0, 6000.0, 2000.0), peaks, strict=True)
+        for name, us, (prefill, decode) in zip(WAYS, (8000.0, 6000.0, 2400.0, 2000.0), peaks, strict=True)
     ]
     add(tmp_path / "user.json", "user", "user-8k-b4", {**case, "entries": ways})
     add(tmp_path / "user.json", "user", "user-8k-b1", {**case, "entries": ways[1:]})  # one did not fit
     add(tmp_path / "user.json", "user", "user-8k-b4-methods", {**case, "entries": ways})
+    before = {**case, "shape": {"context": 32768, "batch": 4}, "entries": [ways[0], ways[1], ways[3]]}
+    add(tmp_path / "user.json", "user", "user-32k-b4", before)
     targets = [{"of": "quest", "reached": False, "missed_by": 0.25}, {"of": "loki", "reached": True, "missed_by": 0}]
     some = [entry("dense", 4000.0), entry("quest", 5000.0), entry("loki", 3000.0)]
     add(tmp_path / "steps.json", "steps", "steps-8k-b4", {**case, "entries": some, "targets": targets})
     written = models(tmp_path)
     assert written.count("| 8K, batch 4 |") == 2 and "batch 1" not in written
-    assert "| 8K, batch 4 | 2.00, 1.50, 0.50 | 8.00, 6.00, 2.00 | 20.00, 30.00, 2.00 | - |" in written
+    assert "| 8K, batch 4 | 2.00, 1.50, 0.60, 0.50 | 8.00, 6.00, 2.40, 2.00 | 20.00, 30.00, 5.00, 2.00 | - |" in written
+    assert "| 32K, batch 4 | 2.00, 1.50, -, 0.50 | 8.00, 6.00, -, 2.00 | 20.00, 30.00, -, 2.00 | - |" in written
     assert "| 8K, batch 4 | 4.00 | - | - | - | 1.25 | 0.75 | - | - | quest by 25.0% |" in written
     assert written.endswith("`steps`, measured on abacus, commit cccccccccccc.")
 

@@ -218,8 +218,7 @@ class HostMemory:
 class Trained:
     """Attention that is trained (MKA): forward and backward of attention, of a decoder layer or of scan, or decoding.
 
-    kinds: of the layers that are compared, dense attention ("gqa") first. block, window, blocks: of block_mka,
-        which recalls by "summary".
+    kinds: of the layers that are compared, dense attention ("gqa") first. block, window, blocks, recall: of block_mka.
     """
 
     what: Literal["attention", "layer", "scan", "decode", "model"]
@@ -227,6 +226,7 @@ class Trained:
     block: int = 64
     window: int = 512
     blocks: int = 8
+    recall: Literal["summary", "bounds"] = "summary"
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 from longreach.bench.case import STEPS, USER
 from longreach.bench.cases import METHODS
 from longreach.bench.record import read
-from longreach.bench.user import ATTACHED, OURS, THEIRS
+from longreach.bench.user import ATTACHED, CAPTURED, OURS, THEIRS
 
 GUARD = ", guard"
-WAYS = THEIRS, ATTACHED, OURS
+WAYS = THEIRS, ATTACHED, CAPTURED, OURS
 Entries = dict[str, dict[str, Any]]
 
 
@@ -31,22 +31,25 @@ def models(results: Path) -> str:
 
 
 def users(cases: dict[str, Any]) -> list[str]:
-    """A line for each case that has all ways: transformers' generate, the same call attached, longreach.generate."""
+    """A line for each case: transformers' generate, the same call attached, plain and captured, longreach.generate.
+
+    Cases without one of them are left out, unless it is the captured one, which earlier records do not have.
+    """
     lines = ["| prompt | TTFT, s | ms a token | peak memory, GiB | missed |", "|---|---|---|---|---|"]
     for case in cases.values():
         entries = by_name(case)
-        if not entries.keys() >= set(WAYS):
-            continue
-        each = [entries[way] for way in WAYS]
-        peaks = [max(entry["memory"]["prefill_peak"], entry["memory"]["decode_peak"]) / 2**30 for entry in each]
-        cells = (
-            ", ".join(f"{entry['ttft_seconds']:.2f}" for entry in each),
-            ", ".join(f"{entry['microseconds']['median'] / 1e3:.2f}" for entry in each),
-            ", ".join(f"{peak:.2f}" for peak in peaks),
-            missed(case),
-        )
-        lines.append(f"| {prompt(case)} | {' | '.join(cells)} |")
+        if entries.keys() | {CAPTURED} >= set(WAYS):
+            columns = zip(*(_user_cells(entries.get(way)) for way in WAYS), strict=True)
+            lines.append(f"| {prompt(case)} | {' | '.join(map(', '.join, columns))} | {missed(case)} |")
     return lines
+
+
+def _user_cells(entry: dict[str, Any] | None) -> tuple[str, str, str]:
+    """TTFT, time a token and peak memory of an entry."""
+    if entry is None:
+        return "-", "-", "-"
+    peak = max(entry["memory"]["prefill_peak"], entry["memory"]["decode_peak"])
+    return f"{entry['ttft_seconds']:.2f}", f"{entry['microseconds']['median'] / 1e3:.2f}", f"{peak / 2**30:.2f}"
 
 
 def steps(cases: dict[str, Any]) -> list[str]:

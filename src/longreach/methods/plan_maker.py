@@ -49,7 +49,7 @@ class PlanMaker(ABC):
 
     @abstractmethod
     def make(self, prompt: PromptRead) -> PlanParts:
-        """The plan's parts. Raises Unsupported for a model that the method cannot help."""
+        """The plan's parts. Raises Unsupported or InvalidInput for a model or prompt that it makes no plan of."""
 
     @abstractmethod
     def about(self, plan: Plan) -> str:

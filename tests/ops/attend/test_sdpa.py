@@ -118,6 +118,25 @@ def test_agrees_with_fp64(impl: str, first: int, page: int | None, dtype: torch.
     torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=1e-5, atol=1e-4)
 
 
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("first", [2, 7, 1000])
+@pytest.mark.parametrize("capacity", [1500, 2048])
+def test_unwritten_slots_of_one_page_hold_nan(first: int, capacity: int) -> None:
+    """Memory of one page a sequence is read where it lies; what is behind the last token is not read."""
+    kv = random_kv([first + 411], heads=2, dim=128, dtype=HALF)
+    wide = torch.full((2, 1, 2, capacity, 128), torch.nan, dtype=HALF)
+    wide[0, :, :, : kv.k.shape[2]], wide[1, :, :, : kv.k.shape[2]] = kv.k, kv.v
+    runs = (RowRange(411, 0, first),)
+    rows = Rows(torch.randn(411, 8, 128).to(HALF), torch.zeros(411).long(), first + torch.arange(411), runs)
+    want = in_fp64(rows, kv)
+    for impl in ("sdpa_cudnn", "sdpa_flash"):
+        got = attend(here(rows), here(replace(kv, k=wide[0], v=wide[1])), Spans.dense(), scale=0.125, impl=impl)
+        torchs = (want.out.to(HALF).double() - want.out).abs().max()
+        assert float((got.out.cpu().double() - want.out).abs().max()) <= 2 * torchs + 1e-5
+        torch.testing.assert_close(got.lse.cpu().double(), want.lse, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize(("heads", "dim", "dtype"), [(4, 16, HALF), (6, 80, torch.float32), (1, 128, HALF)])
 def test_a_chunk_and_the_tokens_before_it_are_joined(heads: int, dim: int, dtype: torch.dtype) -> None:
     """In memory as cuDNN leaves it: heads or tokens first, more lse than rows."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_one_reading_or_two(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(blocks, 5, group=2)
     case = Case(rows, blocks, None, blocks.seq_lens[rows.seq], {"count": 5, "scale": 0.3, "pool": "softmax"})
     for chunk in (32, 1024):
-        monkeypatch.setattr(triton_attending, "Tuning", lambda chunk=chunk: triton.Tuning(chunk=chunk))
+        monkeypatch.setattr(triton_attending, "Tuning", partial(triton.Tuning, chunk=chunk))
         checked(case, "triton")
 
 

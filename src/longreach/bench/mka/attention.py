@@ -41,7 +41,7 @@ class BlockAttention:
 
         self.q, self.k, self.v = random(shape.heads), random(shape.kv_heads), random(shape.kv_heads)
         self.config = MKAConfig(
-            "block_mka", block=trained.block, window=trained.window, blocks=trained.blocks, recall="summary"
+            "block_mka", block=trained.block, window=trained.window, blocks=trained.blocks, recall=trained.recall
         )
         self.tokens = Tokens.of((shape.batch, shape.context), device)
         self.scale, self.heads = shape.dim**-0.5, shape.kv_heads
@@ -49,6 +49,7 @@ class BlockAttention:
         self.frequencies = RotaryFrequencies(rate, "half")
         weights = torch.tensor([0.5, 8.0, 1.0], device=device)
         self.weights = weights.expand(shape.batch * shape.context, 3).contiguous().requires_grad_()
+        self.code = BlockCode(trained.recall, self.frequencies)
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -56,7 +57,7 @@ class BlockAttention:
 
     def forward(self, impl: str = "auto") -> Tensor:
         """[R, H, D], and everything that a layer computes for it, the choice included."""
-        config, code = self.config, BlockCode("summary", self.frequencies)
+        config, code = self.config, self.code
         layout = Layout.of(self.tokens, config.block)
         rows, kv = layout.rows(self.q), layout.view(self.k, self.v)
         reach = Reach.of(layout.slot, layout.start, config)
@@ -68,7 +69,7 @@ class BlockAttention:
     @torch.no_grad()
     def check(self) -> float:
         """The largest relative error of some rows' results against fp32. Raises WrongResult where it is too large."""
-        config, code = self.config, BlockCode("summary", self.frequencies)
+        config, code = self.config, self.code
         layout = Layout.of(self.tokens, config.block)
         rows, kv = layout.rows(self.q), layout.view(self.k, self.v)
         reach = Reach.of(layout.slot, layout.start, config)

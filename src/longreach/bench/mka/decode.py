@@ -41,32 +41,36 @@ class BlockStep:
         assert trained is not None
         self.inputs, self.impl = inputs, impl
         self.config = MKAConfig(
-            "block_mka", block=trained.block, window=trained.window, blocks=trained.blocks, recall="summary"
+            "block_mka", block=trained.block, window=trained.window, blocks=trained.blocks, recall=trained.recall
         )
         even = torch.arange(0, inputs.shape.dim, 2, dtype=torch.float64, device=inputs.device)
-        self.code = BlockCode("summary", RotaryFrequencies(500000.0 ** (-even / inputs.shape.dim), "half"))
+        frequencies = RotaryFrequencies(500000.0 ** (-even / inputs.shape.dim), "half")
+        self.means = BlockCode("summary", frequencies)
+        self.code = self.means if trained.recall == "summary" else BlockCode(trained.recall)
         self.weights = torch.tensor(WEIGHTS, device=inputs.device).expand(inputs.shape.batch, 3)
         self._views = [self._view(copy) for copy in range(inputs.copies)]
-        self._blocks = [self._summaries(view) for view in self._views]
+        self._blocks = [self._codes(view) for view in self._views]
 
     def _view(self, copy: int) -> KVView:
         k, v = self.inputs.kv(copy, Memory())
         return KVView(k, v, self.inputs.seq_lens)
 
-    def _summaries(self, kv: KVView) -> Blocks:
+    def _codes(self, kv: KVView) -> Blocks:
         """Of one sequence at a time: means are taken of keys in fp32."""
-        size, frequencies = self.config.block, self.code.frequencies
+        size, frequencies = self.config.block, self.means.frequencies
         first = torch.arange(0, kv.capacity // size * size, size, device=kv.k.device)[None]
         assert frequencies is not None
-        means = list[KVView]()
+        codes, means = list[Tensor](), list[KVView]()
         for one in range(kv.sequences):
             alone = KVView(kv.k[one : one + 1], kv.v[one : one + 1], kv.seq_lens[one : one + 1])
-            found = Blocks.of(alone, first, None, frequencies, size, summaries=True).summaries
-            assert found is not None
-            means.append(found)
+            code = None if self.code is self.means else self.code
+            found = Blocks.of(alone, first, code, frequencies, size, summaries=True)
+            assert found.summaries is not None
+            means.append(found.summaries)
+            codes.append((found.codes or found.summaries).k)
         k, v, lens = (torch.cat([getattr(x, name) for x in means]) for name in ("k", "v", "seq_lens"))
-        summaries = KVView(k, v, lens)
-        return Blocks(KVView(k, k, lens), summaries)
+        own = k if self.code is self.means else torch.cat(codes)
+        return Blocks(KVView(own, own, lens), KVView(k, v, lens))
 
     def call(self, copy: int, impl: str | None = None) -> Callable[[], Tensor]:
         """The step, which returns [B, H, D]."""
@@ -75,9 +79,11 @@ class BlockStep:
         reach = Reach.of(rows.pos.long(), None, config)
 
         def run() -> Tensor:
-            assert blocks.summaries is not None
+            assert blocks.summaries is not None and blocks.codes is not None
             means = blocks.summaries
-            code_completed(rows, kv, means.k, self.code, config.block, means=means.v)
+            code_completed(rows, kv, means.k, self.means, config.block, means=means.v)
+            if self.code is not self.means:
+                code_completed(rows, kv, blocks.codes.k, self.code, config.block)
             recalled = choose(rows, rows.pos, kv.heads, blocks, reach, self.code, config, self.inputs.scale, impl=impl)
             return block_attention(
                 rows, kv, reach, blocks, recalled, self.weights, config, self.inputs.scale, impl=impl
@@ -89,13 +95,15 @@ class BlockStep:
     def bytes_read(self) -> int:
         """Bytes of all sequences: keys and values of window and recalled blocks, those of the own block, and summaries.
 
-        Mean keys are read once, as one pass over the summaries chooses blocks and attends to summaries."""
+        Mean keys are read once, as one pass attends to the summaries and, without other codes, chooses blocks.
+        """
         shape, config = self.inputs.shape, self.config
         vector = shape.dim * WIDTHS[shape.dtype] * shape.batch * shape.kv_heads
         last = shape.context - 1
         first = max(0, (last // config.block) * config.block - config.window)
         keys = last + 1 - first + min(config.blocks, first // config.block) * config.block
-        return vector * (2 * (keys + last % config.block + 1 + first // config.block))
+        codes = 0 if self.code is self.means else self.code.width(shape.dim) // shape.dim
+        return vector * (2 * (keys + last % config.block + 1) + (2 + codes) * (first // config.block))
 
     def check(self) -> float:
         """The largest relative error of the step against the reference in fp32, given its choice of blocks."""

@@ -47,7 +47,8 @@ def run_layer(case: Case, device: torch.device, *, replays: int, seed: int) -> d
         kind, *mode = name.split()
         options: dict[str, Any] = {"mode": mode[0]} if mode else {}
         if kind in ("block_mka", "mka"):
-            options |= {"block": trained.block, "window": trained.window, "blocks": trained.blocks, "recall": "summary"}
+            names = "block", "window", "blocks", "recall"
+            options |= {name: getattr(trained, name) for name in names}
         torch.manual_seed(seed)
         with device:
             layer = DecoderLayer(kind, sizes, inner, **options).to(dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -34,8 +35,13 @@ def choose(similarity: Tensor, budget: int) -> AnchorSet:
     An anchor serves itself and the layers up to the next one. Among equal values the last anchor is as early as
     possible, then the one before it, and so on. Raises InvalidInput for a budget outside 1 to n.
     """
+    check_anchors(budget, similarity.shape[0])
+    return next(islice(_each_budget(similarity), budget - 1, None))
+
+
+def _each_budget(similarity: Tensor) -> Iterator[AnchorSet]:
+    """`choose` for 1, 2, ... anchors, each from the one before it."""
     layers = similarity.shape[0]
-    check_anchors(budget, layers)
     served = torch.nn.functional.pad(similarity.double().cumsum(1), (1, 0)).tolist()  # [i][j]: layers before j
 
     def segment(first: int, stop: int) -> float:
@@ -43,18 +49,18 @@ def choose(similarity: Tensor, budget: int) -> AnchorSet:
 
     # best[j]: the best value of layers before j with m anchors; came[m][j]: where the last of these anchors begins
     best = {stop: segment(0, stop) for stop in range(1, layers + 1)}
-    came = []
-    for _ in range(budget - 1):
+    came = list[dict[int, int]]()
+    while layers in best:
+        anchors, stop = list[int](), layers
+        for starts_at in reversed(came):
+            stop = starts_at[stop]
+            anchors.append(stop)
+        chosen = (0, *reversed(anchors))
+        yield AnchorSet(chosen, value(similarity, chosen))
         ways = {stop: [(best[first] + segment(first, stop), first) for first in best if first < stop] for stop in best}
         starts = {stop: max(found, key=lambda way: (way[0], -way[1])) for stop, found in ways.items() if found}
         came.append({stop: first for stop, (_, first) in starts.items()})
         best = {stop: value for stop, (value, _) in starts.items()}
-    anchors, stop = [], layers
-    for starts_at in reversed(came):
-        stop = starts_at[stop]
-        anchors.append(stop)
-    chosen = (0, *reversed(anchors))
-    return AnchorSet(chosen, value(similarity, chosen))
 
 
 def fewest(similarity: Tensor, served: Tensor, least: float) -> AnchorSet:
@@ -69,10 +75,7 @@ def fewest(similarity: Tensor, served: Tensor, least: float) -> AnchorSet:
     short = served < least
     price = 1.0 + float(similarity.clamp(min=0).double().sum())  # more than all layers are worth together
     priced = torch.where(short, similarity.double() - price, similarity.double())
-    for budget in range(1, similarity.shape[0] + 1):
-        found = choose(priced, budget)
-        if value(short.double(), found.anchors) == 0:
-            break
+    found = next(one for one in _each_budget(priced) if value(short.double(), one.anchors) == 0)
     return AnchorSet(found.anchors, value(similarity, found.anchors))
 
 

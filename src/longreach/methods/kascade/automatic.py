@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import LayerCall
 from longreach.methods.kascade.calibrate import TILE, K, TileSimilarity, block_tiles, pooled_over_tiles, tile_tokens
 from longreach.methods.kascade.calibration_result import CalibrationResult
@@ -19,8 +19,18 @@ from longreach.plans import Plan
 
 TILES = 8  # at the prompt's end: 16 and 32 choose about the same anchors on longreach-mini and cost more
 EVERY = 3  # takes a third of the time of all rows
-SERVED = 0.7  # more than a calibration on many prompts asks for: one prompt needs fewer kinds of look-up than they
+SERVED = 0.8  # more than a calibration on many prompts asks for: one prompt needs fewer kinds of look-up than they
+EASY = 0.7  # prompts that few anchors serve with this share ask for too little to calibrate on
+MOST_LOGITS = 1 << 27  # kept at a time, 256 MiB in fp16
 NEEDED = 2048  # tokens of a prompt; the paper's development set has 2.3K on average
+
+
+def fewest_anchors(layers: int) -> int:
+    """Fewest anchors of a plan that is made of one prompt: the paper's 5 of 32 and 36 layers, and at least 3.
+
+    Repetitive text and short prose are served by fewer. On longreach-mini such plans lose look-ups (docs/plans.md).
+    """
+    return min(layers, max(3, round(layers / 7)))
 
 
 @dataclass(frozen=True)
@@ -64,20 +74,35 @@ class KascadeMaker(PlanMaker):
         for layer in layers:
             call = prompt.calls[layer]
             for rows, before in self._blocks(call):
-                some = replace(call, rows=call.rows.take(rows))
-                lse = some.attend(EVERYTHING).lse
-                found.add(layer, pooled_over_tiles(some, lse, before, self.tokens)[..., : prompt.length], before)
+                pooled = self._pooled(replace(call, rows=call.rows.take(rows)), before)
+                found.add(layer, pooled[..., : prompt.length], before)
             importance[layer] = prompt.changes[layer].double().mean()
         result = CalibrationResult.mean(layers, [found.finish().cpu()], [importance])
         result = replace(result, weighted=False)
         chosen = result.plan(None, self.k, self.tile, self.served)
+        enough, least = result.plan(None, self.k, self.tile, EASY).anchors, fewest_anchors(len(layers))
+        if len(enough) < least:
+            raise InvalidInput(
+                f"the anchors {' '.join(map(str, enough))} find {EASY:.0%} of the best weight of each layer in this "
+                f"prompt, where {least} or more are expected: it asks for too little to calibrate on; the next prompt "
+                f"will be calibrated on"
+            )
         options = {"k": self.k, "tile": self.tile, "tiles": self.tiles, "every": self.every, "served": self.served}
         return PlanParts(
             result.values(chosen), result.arrays(), {**options, "weighted": False, "budget": len(chosen.anchors)}
         )
 
     def about(self, plan: Plan) -> str:
-        return f"anchors {' '.join(map(str, KascadePlan.of(plan).anchors))}"
+        found = KascadePlan.of(plan)
+        text = f"anchors {' '.join(map(str, found.anchors))}"
+        return text if 2 * len(found.anchors) <= len(found.layers) else f"{text} (more than half of the layers: slow)"
+
+    def _pooled(self, call: LayerCall, before: Tensor) -> Tensor:
+        """As `pooled_over_tiles`. Triton keeps the logits of its pass over the keys, so it reads them once."""
+        if call.sink_logit is None and call.computes("score_keys", "triton"):
+            lse, logits = call.op("score_keys")
+            return pooled_over_tiles(call, lse, before, self.tokens, logits)
+        return pooled_over_tiles(call, call.attend(EVERYTHING).lse, before, self.tokens)
 
     def _blocks(self, call: LayerCall) -> Iterator[tuple[Tensor, Tensor]]:
         """Numbers [r] of the rows that stand for some tiles, and the keys before each tile [t].
@@ -87,7 +112,8 @@ class KascadeMaker(PlanMaker):
         pos = call.rows.pos
         first, last = int(pos[0]), int(pos[-1])
         starts = range(first, last + 1, self.tokens)
-        at_once = block_tiles(call.kv.heads, call.kv.capacity)
+        logits = -(-self.tokens // self.every) * call.rows.q.shape[1] * call.kv.capacity  # of a tile
+        at_once = max(1, min(block_tiles(call.kv.heads, call.kv.capacity), MOST_LOGITS // logits))
         for number in range(0, len(starts), at_once):
             some = starts[number : number + at_once]
             rows = torch.arange(some[0], some[-1] + self.tokens, device=pos.device)

@@ -12,6 +12,7 @@ from torch import Tensor
 from longreach.methods.call import LayerCall
 from longreach.ops import reference_chunks
 from longreach.ops.pooled_scores import pooled_scores
+from longreach.ops.types import Logits
 
 K = 64  # keys of a tile; layers are compared by the weight on them
 TILE = 128  # query rows of a tile, the query heads of a KV head counted
@@ -58,10 +59,11 @@ class TileSimilarity:
         top = pooled.topk(self.k, -1)
         mine.append(top.indices.int())
         most = top.values.sum(-1) + own
-        for other, blocks in self._chosen.items():
-            found = mass_on(pooled, blocks[block]) + own[:, None]  # [t, heads of other, G]
-            share = (found / most[:, None]).clamp(max=1.0).amin(0)
-            self._least[other, :, layer] = torch.minimum(self._least[other, :, layer], share)
+        chosen = torch.cat([blocks[block] for blocks in self._chosen.values()], 1)  # [t, layers x heads, k]
+        found = mass_on(pooled, chosen) + own[:, None]
+        share = (found / most[:, None]).clamp(max=1.0).amin(0).unflatten(0, (len(self._chosen), -1))
+        others = torch.tensor(list(self._chosen), device=pooled.device)
+        self._least[others, :, layer] = torch.minimum(self._least[others, :, layer], share)
 
     def finish(self) -> Tensor:
         """fp32 [L, G, L, G]: keys chosen in (layer, head), for (layer, head): the least share over the tiles.
@@ -94,16 +96,18 @@ def change(x: Tensor, out: Tensor) -> Tensor:
     return 1 - torch.nn.functional.cosine_similarity(before, before + out.float(), dim=-1)
 
 
-def pooled_over_tiles(call: LayerCall, lse: Tensor, before: Tensor, tokens: int) -> Tensor:
+def pooled_over_tiles(
+    call: LayerCall, lse: Tensor, before: Tensor, tokens: int, logits: Logits | None = None
+) -> Tensor:
     """fp32 [t, G, n]: weights after the softmax, summed over the rows of each tile and the query heads of a KV head.
 
     call: rows of one sequence, in neighbouring tiles of `tokens` tokens. lse: fp32 [R, H] of dense attention.
     before: int [t], the keys before each tile. n: the view's capacity; slots past a tile's last row are 0.
+    logits: those that `score_keys` left with the lse; without them the keys are read again.
     """
     tile = (call.rows.pos.long() - before[0]) // tokens
-    return pooled_scores(
-        call.rows, call.kv, scale=call.scale, softcap=call.softcap, lse=lse, tile=tile, tiles=len(before)
-    )
+    given = {"lse": lse, "logits": logits, "tile": tile, "tiles": len(before)}
+    return pooled_scores(call.rows, call.kv, scale=call.scale, softcap=call.softcap, **given)  # type: ignore[arg-type]
 
 
 MOST = 1 << 24  # pooled scores in memory at a time
@@ -122,8 +126,8 @@ def memory(
     heads: KV heads, of `group` query heads each; keys: tokens of a prompt; chunk: those of a pass, tokens: of a tile;
     width: channels of the residual stream. In the order of the sum: pooled scores of one block of tiles, and what
     making them takes (the block's queries; logits of a few rows, several times over; keys in fp32); the top-k sets of
-    all layers for the tiles of a pass, and one block's lookups; the shares of a prompt; the residual stream of a pass
-    in fp32, several times over.
+    all layers for the tiles of a pass, and one block's lookups in all of them; the shares of a prompt; the residual
+    stream of a pass in fp32, several times over.
     """
     tiles = -(-chunk // tokens)
     block = min(tiles, block_tiles(heads, keys))
@@ -131,5 +135,5 @@ def memory(
     queries = 2 * 4 * block * tokens * heads * group * head_dim
     logits = 5 * 4 * max(reference_chunks.SCORES_AT_ONCE, heads * group * keys)
     in_fp32 = 4 * heads * keys * head_dim
-    sets = 4 * layers * tiles * heads * k + 3 * 8 * block * heads * heads * k
+    sets = 4 * layers * tiles * heads * k + 4 * layers * block * heads * k * (3 + 2 * heads)
     return scores + queries + logits + in_fp32 + sets + 2 * 4 * (layers * heads) ** 2 + 6 * 4 * chunk * width
