@@ -21,15 +21,30 @@ Every public name of `longreach`, from its docstrings. `python -m tests.api_page
 [python.md](python.md) shows how they work together; `longreach methods NAME` has a method's options.
 """
 PARTS = {
-    "Load, attach, generate": ("load", "attach", "detach", "Session", "generate", "Chat", "CacheConfig"),
-    "Measure": ("evaluate", "perplexity", "compare"),
+    "Load, attach, generate": (
+        "load",
+        "attach",
+        "detach",
+        "Session",
+        "generate",
+        "Chat",
+        "LongreachCache",
+        "CacheConfig",
+    ),
+    "Measure": ("evaluate", "perplexity", "compare", "calibrate"),
     "Stored documents": ("Documents", "ChunkStore", "ChunkPool"),
     "Trained attention": ("convert", "mka.register", "mka.revert", "mka.parameter_groups"),
     "Methods": (),  # all others
     "Errors": ("LongreachError",),
 }
 # members that users call, where a class has others for longreach's own modules
-MEMBERS = {"Session": ("close", "load_cache", "new_cache", "prepare", "report", "reset_report", "switch")}
+MEMBERS = {
+    "Session": ("close", "load_cache", "new_cache", "prepare", "report", "reset_report", "switch"),
+    "LongreachCache": (
+        "batch_repeat_interleave", "batch_select_indices", "can_drop", "column_mask", "copy", "crop", "empty",
+        "get_seq_length", "padded", "rollback", "save", "select",
+    ),
+}  # fmt: skip
 
 
 def rest() -> tuple[str, ...]:

@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "python.md").read_text()
 
 def test_its_blocks_run() -> None:
     blocks, names = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), dict[str, Any]()
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
     assert 0 < names["report"].fraction("decode") < 0.6
@@ -21,3 +21,4 @@ def test_its_blocks_run() -> None:
     assert names["first"].text == names["second"].text and names["second"].reused_tokens > 100
     assert {"dense", "quest k=0.2"} < set(names["record"]["methods"])
     assert set(names["found"]["results"]) == {"dense", "quest k=0.2"} and names["one"].label == "loki k=0.2"
+    assert names["plan"].kind == "loki" and names["plan"].made.tokens == 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -62,7 +63,11 @@ def cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("command", [*cases()])
-def test_commands(place: Path, capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+def test_commands(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    asked = io.TextIOWrapper(io.BytesIO(b"What is the access code for the archive?\n"))
+    monkeypatch.setattr("sys.stdin", asked)  # of a chat
     assert main(command[1:]) == 0
     out = capsys.readouterr().out
     assert out.strip()

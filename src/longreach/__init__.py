@@ -18,10 +18,12 @@ _NAMES = {
     "convert": "longreach.adapters.transformers.mka",
     "generate": "longreach.adapters.transformers.loop",
     "Chat": "longreach.adapters.transformers.conversation",
+    "LongreachCache": "longreach.adapters.transformers",
     "Documents": "longreach.adapters.transformers",
     "compare": "longreach.evals.on_text",
     "evaluate": "longreach.evals.measured",
     "perplexity": "longreach.evals.on_text",
+    "calibrate": "longreach.evals.calibration.run",
     "ChunkPool": "longreach.store",
     "ChunkStore": "longreach.store",
     "CacheConfig": "longreach.cache",
@@ -52,6 +54,7 @@ __all__ = ["__version__", *_NAMES, *_ROOMS]
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers import Documents as Documents
+    from longreach.adapters.transformers import LongreachCache as LongreachCache
     from longreach.adapters.transformers import Session as Session
     from longreach.adapters.transformers import attach as attach
     from longreach.adapters.transformers import detach as detach
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
     from longreach.adapters.transformers.mka import convert as convert
     from longreach.cache import CacheConfig as CacheConfig
     from longreach.errors import LongreachError as LongreachError
+    from longreach.evals.calibration.run import calibrate as calibrate
     from longreach.evals.measured import evaluate as evaluate
     from longreach.evals.on_text import compare as compare
     from longreach.evals.on_text import perplexity as perplexity

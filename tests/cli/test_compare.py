@@ -14,6 +14,7 @@ import pytest
 from longreach.adapters.transformers import Reader
 from longreach.methods.registry import FUSIONS, METHODS, names
 from longreach.records.report.reading import load
+from longreach.testing.tiny import save_tiny
 from tests.cli.test_bad_input import refused
 
 WIDTHS = (80, 120)
@@ -201,3 +202,14 @@ def test_a_method_given_twice_is_refused(longreach: Any, tiny: Path, document: s
     ):
         result = longreach(*start, *more)
         assert result.code == 2 and message in result.err
+
+
+def test_methods_that_a_model_cannot_use_are_left_out_by_name(longreach: Any, document: Path, tmp_path: Path) -> None:
+    """Jamba has no rotation, which MAC would undo."""
+    model = save_tiny(tmp_path / "jamba", "jamba")
+    result = longreach(*compared(model, document, "--prefill-chunk-size", 4096))
+    assert result.code == 0, result.err
+    assert "longreach: mac is left out: JambaForCausalLM has no rotary embedding" in result.err
+    rows = [line.split()[0] for line in result.out.splitlines() if line.split(" ")[0] in METHODS]
+    assert "quest" in rows and "mac" not in rows
+    refused(longreach(*compared(model, document, "--methods", "mac")), "JambaForCausalLM has no rotary embedding")

@@ -57,7 +57,7 @@ def test_what_fits_is_taken(op: Op, rows: Rows, kv: KVView) -> None:
     [
         ({"q": torch.zeros(5, 4, 8)}, "head dim: q has 8, k has 16"),
         ({"q": torch.zeros(5, 4, 16).bfloat16()}, "dtype: q is bfloat16.*k is float32"),
-        ({"q": torch.zeros(5, 3, 16)}, "3 query heads must be 1 to 16 times the 2 KV heads"),
+        ({"q": torch.zeros(5, 3, 16)}, "3 query heads must be 1 to 128 times the 2 KV heads"),
         ({"seq": torch.tensor([0, 0, 2, 0, 0])}, r"seq: expected in \[0, B=2\), got 0 to 2"),
         ({"seq": torch.tensor([0, 0, 1, 0, -1])}, "got -1 to 1"),
     ],

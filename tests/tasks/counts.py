@@ -28,7 +28,7 @@ COUNTS: dict[str, Count] = {
 
 def whole(sample: Sample) -> str:
     """What a model without a chat template reads."""
-    return f"{sample.context}\n\n{sample.question} {sample.begun}"
+    return f"{sample.context}{sample.joint}{sample.question} {sample.begun}"
 
 
 def made(task: Task, room: int = 3000, seed: int = 0, count: Count = words) -> Sample:

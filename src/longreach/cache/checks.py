@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput
-from longreach.ops.types import INTS, describe, require
+from longreach.ops.types import FLOATS, INTS, describe, require
 
 
 def is_int(x: Any, least: int | None = None) -> bool:
@@ -119,3 +119,23 @@ def _check_kept(index: dict[int, Tensor], used: Sequence[int]) -> None:
         )
         require(not twice, f"keep: slot {slot}: expected each slot at most once in a head, got one twice")
         require(not back, f"keep: slot {slot}: expected slots in ascending order in each head")
+
+
+def check_appended(
+    layer: int, k: Tensor, v: Tensor, count: int, device: torch.device, held: tuple[Tensor, Tensor] | None
+) -> None:
+    """Raise InvalidInput where k and v [count, G, D] do not fit a cache's device, or what a layer holds (None: nothing
+    yet)."""
+    ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == count and k.dtype in FLOATS
+    require(ok, lambda: f"k: expected float [R={count}, G, D], got {describe(k)}")
+    same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype
+    require(same, lambda: f"v: expected {describe(k)} like k, got {describe(v)}")
+    on = k.device == device and v.device == device
+    require(on, lambda: f"k, v: expected on {device} like the cache, got {describe(k)} and {describe(v)}")
+    if held is None:
+        return
+    keys, one = held[0], held[1] is held[0]
+    told = "the keys themselves" if one else "a tensor of their own"
+    require(one == (v is k), lambda: f"v: layer {layer} holds its values as {told}; append them in the same way")
+    same = keys.shape[1::2] == k.shape[1:] and keys.dtype == k.dtype
+    require(same, lambda: f"k: layer {layer} holds {describe(keys)} [P, G, page, D], got {describe(k)}")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,13 @@ from longreach.cache.layout import Layout
 from longreach.cache.pages import Pages
 
 Pair = tuple[Tensor, Tensor]
+
+
+def as_pair(held: Pair, make: Callable[[Tensor], Tensor]) -> Pair:
+    """`make` of keys and values; once for both if the values are the keys themselves."""
+    k, v = held
+    new = make(k)
+    return new, new if v is k else make(v)
 
 
 def compacted(memory: Pair, before: Layout, after: Layout, index: dict[int, Tensor]) -> Pair:
@@ -24,7 +33,7 @@ def compacted(memory: Pair, before: Layout, after: Layout, index: dict[int, Tens
     found = [_read(memory, old, slots, i) for slots, i in zip(groups.values(), chosen, strict=True)]
     shape = (new.total, memory[0].shape[1], new.size, memory[0].shape[3])
     in_place = memory[0].shape == shape
-    out = memory if in_place else (memory[0].new_empty(shape), memory[1].new_empty(shape))
+    out = memory if in_place else as_pair(memory, lambda x: x.new_empty(shape))
     for slots, entries in zip(groups.values(), found, strict=True):
         _write(out, new, slots, entries)
     if not in_place:

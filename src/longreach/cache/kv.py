@@ -28,14 +28,22 @@ import torch
 from torch import Tensor
 
 from longreach.cache.append import Append
-from longreach.cache.checks import check_counts, check_rows, check_slots, checked_kept, checked_positions, is_int
-from longreach.cache.compact import compacted
+from longreach.cache.checks import (
+    check_appended,
+    check_counts,
+    check_rows,
+    check_slots,
+    checked_kept,
+    checked_positions,
+    is_int,
+)
+from longreach.cache.compact import as_pair, compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.host import allocate
 from longreach.cache.host_pool import HostPool
 from longreach.cache.layout import Layout
 from longreach.cache.layouts import Layouts
-from longreach.cache.placing import placements
+from longreach.cache.placing import placements, sequences_and_positions
 from longreach.cache.staging import Pair, Staging
 from longreach.cache.state import SequenceState, StatelessOnTruncate
 from longreach.cache.tiers import CPU_ATTENDS, STAGING, HostAttend, MemoryUse, Tiers, check_attend
@@ -44,7 +52,7 @@ from longreach.ops.append import append
 from longreach.ops.host_calls import HostCalls
 from longreach.ops.place import place as ops_place
 from longreach.ops.rope import RotaryAngles
-from longreach.ops.types import FLOATS, INTS, KVView, RowRange, describe, require
+from longreach.ops.types import INTS, KVView, RowRange, describe, require
 
 IN_PLACE = 8  # the most rows of a sequence for which a pass reads host memory in place, without staging
 
@@ -162,6 +170,8 @@ class KVCache:
     ) -> None:  # fmt: skip
         """Write the tokens of one layer. k, v: [R, G, D] in the order of step.seq and step.pos.
 
+        v may be k itself, in all passes of the layer: the layer then holds one memory for both (MLA's latent).
+
         rows: int [r] on the cache's device, each in [0, R) and at most once: the rows of the pass that k and v
             [r, G, D] belong to, if not all are written at once. Before the layer is attended to, all rows at new
             positions must be written, as it would hold no key for the others.
@@ -177,17 +187,8 @@ class KVCache:
             check_rows(rows, place.slot.shape[0])
             place = place.take(rows)
         count = place.slot.shape[0]
-        ok = isinstance(k, Tensor) and k.dim() == 3 and k.shape[0] == count and k.dtype in FLOATS
-        require(ok, lambda: f"k: expected float [R={count}, G, D], got {describe(k)}")
-        same = isinstance(v, Tensor) and v.shape == k.shape and v.dtype == k.dtype
-        require(same, lambda: f"v: expected {describe(k)} like k, got {describe(v)}")
-        on = k.device == self.device and v.device == self.device
-        require(on, lambda: f"k, v: expected on {self.device} like the cache, got {describe(k)} and {describe(v)}")
         held = self.memory[layer]
-        if held is not None:
-            keys = held[0]
-            same = keys.shape[1::2] == k.shape[1:] and keys.dtype == k.dtype
-            require(same, lambda: f"k: layer {layer} holds {describe(keys)} [P, G, page, D], got {describe(k)}")
+        check_appended(layer, k, v, count, self.device, held)
         with torch.inference_mode(False), torch.no_grad():
             if held is None:
                 pages = self.layouts[layer].pages
@@ -214,7 +215,8 @@ class KVCache:
         place = step.at(layer)
         staged = self._staged(layer, step)
         calls = self.calls if staged is None and layer in self.in_host and self.attend.by == "cpu" else None
-        return KVView(*(staged or self._held(layer)), place.seq_lens, place.table, calls=calls)
+        k, v = staged or self._held(layer)
+        return KVView(k, v, place.seq_lens, place.table, calls=calls, values_in_keys=v is k)
 
     def commit(self, step: Append, *, over: bool = True) -> None:
         """Make the pass's tokens count. over=False: another pass of its run follows.
@@ -373,11 +375,7 @@ class KVCache:
         added: Sequence[int], firsts: Sequence[int] | None,
     ) -> Append:  # fmt: skip
         """The pass over rows at `pos` [R], or from firsts[b] on: each sequence's first position where known."""
-        each = self._ints(counts)
-        seq = torch.repeat_interleave(torch.arange(len(counts), device=self.device), each, output_size=sum(counts))
-        if pos is None:
-            shift = self._ints(firsts) - torch.cumsum(each, 0) + each
-            pos = torch.arange(sum(counts), device=self.device) + shift[seq]
+        seq, pos = sequences_and_positions(counts, pos, firsts, self.device)
         runs = None
         if firsts is not None:
             runs = [RowRange(n, b, first) for b, (n, first) in enumerate(zip(counts, firsts, strict=True))]
@@ -386,8 +384,9 @@ class KVCache:
         return Append(self._ints(slots), seq, pos, found, *host, self._begun)
 
     def _empty(self, layer: int, shape: Sequence[int], k: Tensor, v: Tensor) -> Pair:
-        """Memory for a layer, K and V [shape] like k and v, in the tier that it was placed in last."""
-        return self._tiers.empty(layer, shape, k), self._tiers.empty(layer, shape, v)
+        """Memory for a layer, K and V [shape] like k and v, in the tier that it was placed in last; one if v is k."""
+        keys = self._tiers.empty(layer, shape, k)
+        return keys, keys if v is k else self._tiers.empty(layer, shape, v)
 
     def _store(self, layer: int, pair: Pair) -> None:
         """This memory of `_empty` is the layer's from now on."""
@@ -425,7 +424,8 @@ class KVCache:
         return [(s, start + n) for s, start, n in zip(step.host_slots, step.starts or (), new, strict=True)]
 
     def _layer_bytes(self) -> list[int]:
-        return [sum(x.numel() * x.element_size() for x in held or ()) for held in self.memory]
+        each = [{id(x): x for x in held or ()}.values() for held in self.memory]
+        return [sum(x.numel() * x.element_size() for x in tensors) for tensors in each]
 
     def _held(self, layer: int) -> Pair:
         """K and V of a layer, [P, G, page, D], of the layout's size."""
@@ -435,15 +435,15 @@ class KVCache:
             raise InvalidInput(f"layer {layer} holds no keys yet; append first")
         if (held[0].shape[0], held[0].shape[2]) == (pages.total, pages.size):
             return held
-        k, v = (x[: pages.total, :, : pages.size] for x in held)  # it is larger if growth failed in a later layer
-        return k, v
+        return as_pair(held, lambda x: x[: pages.total, :, : pages.size])  # growth failed in a later layer
 
     def view_of_all(self, layer: int) -> KVView:
         """All sequences as they are, sequence b being that in slot b."""
         slots = range(len(self.lengths))
         tables = self.layouts.spread(list(self.layouts.tables(slots)))
         table = tables[layer if len(tables) > 1 else 0][:, : self.layouts[layer].width(slots)].to(self.device)
-        return KVView(*self._held(layer), self._ints(self.slots_in_use(layer)), table)
+        k, v = self._held(layer)
+        return KVView(k, v, self._ints(self.slots_in_use(layer)), table, values_in_keys=v is k)
 
     def _intact(self, slot: int) -> int:
         """Tokens of a sequence that no pass under way overwrites."""

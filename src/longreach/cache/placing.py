@@ -57,3 +57,22 @@ def places(table: Tensor, seq: Tensor, slot: Tensor, page: int | None) -> tuple[
     if page is None:
         return table[:, seq, 0], slot
     return table.flatten(1).gather(1, seq * table.shape[2] + slot // page), slot % page
+
+
+def sequences_and_positions(
+    counts: Sequence[int], pos: Tensor | None, firsts: Sequence[int] | None, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """int64 [R] each, of a pass with counts[b] rows of sequence b, at `pos` [R] or from position firsts[b] on."""
+    seq = torch.arange(len(counts), device=device)
+    single, each = all(count == 1 for count in counts), None  # single: a decode step
+    if not single:
+        each = torch.tensor(counts, dtype=torch.int64, device=device)
+        seq = torch.repeat_interleave(seq, each, output_size=sum(counts))
+    if pos is not None:
+        return seq, pos
+    assert firsts is not None
+    start = torch.tensor(firsts, dtype=torch.int64, device=device)
+    if each is None:
+        return seq, start
+    shift = start - torch.cumsum(each, 0) + each
+    return seq, torch.arange(sum(counts), device=device) + shift[seq]

@@ -8,12 +8,11 @@ from math import prod
 import torch
 from torch import Tensor
 
+from longreach.cache.compact import Pair, as_pair
 from longreach.cache.kv import KVCache
 from longreach.cache.layout import Layout
 from longreach.errors import InvalidInput
 from longreach.ops.types import require
-
-Pair = tuple[Tensor, Tensor]
 
 
 def packed(kv: KVCache, layer: int, number: int) -> Tensor:
@@ -34,7 +33,8 @@ def restore(
     """Fill an empty cache. After an error it must not be used.
 
     lengths: tokens of each sequence. dropped, evicted_at: of each layer, as in `Layout`. layers: K and V of each layer,
-    as `packed` returns them. State is not restored. Raises InvalidInput, CapacityError.
+    as `packed` returns them; one tensor twice if they are one. State is not restored. Raises
+    InvalidInput, CapacityError.
     """
     require(not any(kv.lengths) and not any(kv.memory), "restore: expected an empty cache")
     kinds = [(tuple(gone), tuple(at)) for gone, at in zip(dropped, evicted_at, strict=True)]
@@ -55,7 +55,7 @@ def _fill(kv: KVCache, layer: int, each: Sequence[int], k: Tensor, v: Tensor) ->
     pages = kv.layouts[layer].pages
     if k.dim() != 3 or k.shape != v.shape or len(k) != sum(each):
         raise InvalidInput(f"layer {layer}: expected keys and values [{sum(each)}, G, D], got {list(k.shape)}")
-    k, v = k.to(kv.device), v.to(kv.device)
+    k, v = as_pair((k, v), lambda x: x.to(kv.device))
     shape = (pages.total, k.shape[1], pages.size, k.shape[2])
     if not any(kv.memory):
         kv._tiers.plan(2 * prod(shape) * k.element_size())

@@ -11,6 +11,7 @@ from longreach.cli.show import console, emit
 
 if TYPE_CHECKING:
     from longreach.adapters.transformers import ModelFit
+    from longreach.methods.call import ModelShape
 
 NAME = "check"
 HELP = "tell whether longreach works with a model, with which methods, and what memory a context takes"
@@ -54,7 +55,9 @@ def _show(found: ModelFit) -> None:
     if found.recurrent:
         kinds.append(f"{found.recurrent} layers with a recurrent state, which transformers computes")
     out.print(f"longreach works with {found.name} ({_count(found.parameters)} parameters).")
-    out.print(f"{'; '.join(kinds)}; {shape.query_heads} query and {shape.kv_heads} KV heads of {shape.head_dim}")
+    out.print(f"{'; '.join(kinds)}; {_heads(shape)}")
+    if found.gpu is not None:
+        out.print(f"On a GPU: {found.gpu}.")
     out.print()
     methods = Table("method", "with its default options", box=None, pad_edge=False)
     for method, reason in found.methods.items():
@@ -70,6 +73,17 @@ def _show(found: ModelFit) -> None:
     out.print(memory)
     more = " and of recurrent layers" if found.recurrent else ""
     out.print(f"State of methods{more} takes memory in addition.")
+
+
+def _heads(shape: ModelShape) -> str:
+    if shape.values_in_keys:
+        return (
+            f"{shape.query_heads} query heads, and one latent vector of {shape.head_dim} channels a token for keys and "
+            f"values (MLA)"
+        )
+    kinds = shape.by_layer or ((shape.kv_heads, shape.head_dim),)
+    each = [f"{heads} KV heads of {dim}" for heads, dim in dict.fromkeys(kinds)]
+    return f"{shape.query_heads} query and {' or '.join(each)}"
 
 
 def _size(count: int) -> str:

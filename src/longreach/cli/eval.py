@@ -48,8 +48,9 @@ CHUNK_TOKENS = 512
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, required=False)
-    parser.add_argument("--tasks", default="all", metavar="A,B", help="names, 'needles', 'ruler' or 'all' (default); a "
-                        "data set with its file, such as qa_1=squad.json or longbench=qasper.jsonl")  # fmt: skip
+    parser.add_argument("--tasks", default="all", metavar="A,B", help="names, 'needles', 'ruler', 'ruler_official' "
+                        "or 'all' (default); a data set with its file, such as qa_1=squad.json or "
+                        "longbench=qasper.jsonl")  # fmt: skip
     parser.add_argument("--list", action="store_true", help="list the tasks and stop")
     parser.add_argument("--length", type=_lengths, default=(4096,), metavar="N[,N...]",
                         help="tokens of prompt and answer together (default 4096); each task at each")  # fmt: skip
@@ -281,10 +282,10 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 def _decode_methods(model: Any) -> tuple[list[str], dict[str, str]]:
     """Every decode method that fits the model as it is by default; and why the others do not."""
-    from longreach.adapters.transformers import planned_shape
-    from longreach.methods.registry import names, unfit
+    from longreach.adapters.transformers import unfit_methods
+    from longreach.methods.registry import names
 
-    decodes, strange = names("decode"), unfit(planned_shape(model))
+    decodes, strange = names("decode"), unfit_methods(model)
     return [n for n in decodes if n not in strange], {n: why for n, why in strange.items() if n in decodes}
 
 

@@ -23,7 +23,7 @@ def fitting_batch(model: Any, length: int, chunk: int) -> int:
     if model.device.type != "cuda":
         return 1
     shape, size = shape_of(model), torch.finfo(model.dtype).bits // 8
-    keys_and_values = 2 * shape.layers * shape.kv_heads * shape.head_dim * length * size
+    keys_and_values = shape.token_numbers * length * size
     width = shape.query_heads * shape.head_dim
     vocabulary = model.get_output_embeddings().weight.shape[0]
     activations = chunk * width * WIDTHS * size + vocabulary * 12  # logits, and temporaries of sampling

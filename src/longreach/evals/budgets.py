@@ -78,15 +78,16 @@ class DryRun:
 
     def _call(self, step: Pass, layer: int, contexts: Sequence[int]) -> LayerCall:
         shape, rows = self.shape, len(contexts)
-        one = torch.zeros(shape.head_dim, dtype=self.dtype)  # every key and value, in the memory of one
-        memory = one.expand(rows, shape.kv_heads, max(contexts), -1)
+        heads, dim = shape.heads_of(layer)
+        one = torch.zeros(dim, dtype=self.dtype)  # every key and value, in the memory of one
+        memory = one.expand(rows, heads, max(contexts), -1)
         filled, seq = torch.tensor(contexts), torch.arange(rows)
-        q = torch.randn(rows, shape.query_heads, shape.head_dim, generator=torch.Generator().manual_seed(layer))
-        view = KVView(memory, memory, filled)
+        q = torch.randn(rows, shape.query_heads, dim, generator=torch.Generator().manual_seed(layer))
+        view = KVView(memory, memory, filled, values_in_keys=shape.values_in_keys)
         here = Rows(q.to(self.dtype), seq, filled - 1)
         return step.call(
-            layer, here, view, seq, shape.head_dim**-0.5, shard=HeadShard.whole(shape.kv_heads),
-            frequencies=lambda: RotaryFrequencies(torch.zeros(shape.head_dim // 2)),
+            layer, here, view, seq, dim**-0.5, shard=HeadShard.whole(heads),
+            frequencies=lambda: RotaryFrequencies(torch.zeros(dim // 2)),
         )  # fmt: skip
 
 

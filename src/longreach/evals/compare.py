@@ -21,10 +21,12 @@ from longreach.adapters.transformers import (
     attach,
     check_host,
     check_length,
+    check_method,
     planned_shape,
     shape_of,
     stop_tokens,
     unapplied,
+    unfit_methods,
 )
 from longreach.cache import CacheConfig, MemoryUse
 from longreach.errors import InvalidInput
@@ -34,7 +36,7 @@ from longreach.evals.plans import plans_of
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
 from longreach.evals.sampling import bars_of, mean_bars, mean_of, sampling_of
-from longreach.methods.registry import choose, unfit
+from longreach.methods.registry import choose
 from longreach.methods.slots import Fusion
 from longreach.runtime import PlanReport
 
@@ -105,9 +107,9 @@ class Compare:
         self.model, self.prompt, self.steps = model, prompt, steps
         self.options, self.layers, self.graph = options or {}, layers, graph
         self.not_applied = unapplied(model, sampled=False)
-        self.left_out = {n: why for n, why in unfit(planned_shape(model)).items() if n not in self.options}
-        if methods is not None or specs is not None:
-            self.left_out = {}
+        self.left_out = dict[str, str]()
+        if methods is None and specs is None:
+            self.left_out = {n: why for n, why in unfit_methods(model).items() if n not in self.options}
         chosen = pairings(methods, self.left_out)
         for name in self.options:
             if not any(name == prefill or name in decodes for prefill, decodes in chosen):
@@ -120,11 +122,11 @@ class Compare:
         self.fused = fused
         self.cache = replace(cache or CacheConfig(), capacity=len(prompt) + steps)
         for spec in self.specs:  # now, not when it is their turn
-            for method in (spec.prefill, spec.decode):
-                method.check(planned_shape(model))
+            check_method(model, spec.prefill, "prefill")
+            check_method(model, spec.decode)
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
-            check_host(self.cache, spec.evict)
+            check_host(self.cache, spec.evict, shape_of(model))
         self.tokens: list[int] = []
         self.reference: list[Tensor] = []
 

@@ -13,15 +13,15 @@ from longreach.adapters.transformers import (
     attach,
     check_length,
     encode,
-    planned_shape,
     share,
     stop_tokens,
+    unfit_methods,
 )
 from longreach.cache import CacheConfig
 from longreach.evals.methods import pairings
 from longreach.evals.progress import Progress, unseen
 from longreach.evals.read_shares import ReadShares
-from longreach.methods.registry import choose, unfit
+from longreach.methods.registry import choose
 from longreach.tasks import haystack
 from longreach.tasks.needle import INTRO_ALL, Needle, needle
 
@@ -71,7 +71,7 @@ class Demo:
         self, model: Any, tokenizer: Any, length: int = 4096, seed: int = 0, cache: CacheConfig | None = None
     ):  # fmt: skip
         check_length(model, length - ANSWER_TOKENS, ANSWER_TOKENS)
-        self.model, self.tokenizer, self.left_out = model, tokenizer, unfit(planned_shape(model))
+        self.model, self.tokenizer, self.left_out = model, tokenizer, unfit_methods(model)
         random = Random(f"demo/{seed}")
         facts = _different(random, len(DEPTHS))
         self.placed = tuple(zip(DEPTHS, facts, strict=True))

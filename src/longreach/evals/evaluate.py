@@ -14,6 +14,7 @@ from longreach.adapters.transformers import (
     Session,
     attach,
     check_host,
+    check_method,
     context_limit,
     planned_shape,
     shape_of,
@@ -111,11 +112,11 @@ class Evaluation:
             )
         self.room = replace(cache or CacheConfig(), capacity=settings.longest)
         for spec in specs:
-            for method in (spec.prefill, spec.decode):
-                method.check(planned_shape(model))
+            check_method(model, spec.prefill, "prefill")
+            check_method(model, spec.decode)
             if spec.fuse is not None:
                 spec.fuse.check(shape_of(model))
-            check_host(self.room, spec.evict)
+            check_host(self.room, spec.evict, shape_of(model))
         if any(spec.fuse for spec in specs) and settings.chunk_tokens is None:
             raise InvalidInput("fusion takes documents cut into chunks; give chunk_tokens, such as 512")
         if settings.question == "decode":

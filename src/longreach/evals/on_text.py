@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from longreach.evals.compare import Compare, Comparison
 from longreach.evals.methods import specs
 from longreach.evals.model_info import info_of
-from longreach.evals.perplexity import Perplexity, Text, read_text
+from longreach.evals.perplexity import Perplexity, text_of
 from longreach.evals.progress import Progress, unseen
 from longreach.records import Journal, check_writable, environment, write
 
@@ -67,7 +66,7 @@ def perplexity(
     if place is not None:
         check_writable(place)
     given = [texts] if isinstance(texts, (str, Path)) else list(texts)
-    read = [_text(one, number, tokenizer) for number, one in enumerate(given)]
+    read = [text_of(one, number, tokenizer) for number, one in enumerate(given)]
     task = Perplexity(model, tokenizer, read, chosen, length=length, decode_tokens=decode_tokens, limit=limit)
     config = {"length": length, "decode_tokens": decode_tokens, "windows": len(task.windows), "limit": limit,
               "prefill_chunk_size": prefill_chunk_size}  # fmt: skip
@@ -105,11 +104,3 @@ def compare(
     chosen = None if methods is None else specs(methods)
     task = Compare(model, tokenizer, shared + rest, steps=steps, specs=chosen, layers=layers, past_end=past_end)
     return list(task.run(PASS_TOKENS, progress))
-
-
-def _text(given: str | Path, number: int, tokenizer: Any) -> Text:
-    """Raises InvalidInput as `read_text`, and for an empty text."""
-    if isinstance(given, Path):
-        return read_text(given, tokenizer)
-    ids = tuple(tokenizer(given, add_special_tokens=False, verbose=False).input_ids)
-    return Text(f"text {number}", hashlib.sha256(given.encode()).hexdigest(), len(given), ids)

@@ -123,6 +123,16 @@ def read_text(path: Path, tokenizer: Any) -> Text:
     return Text(path.name, hashlib.sha256(content).hexdigest(), len(text), ids)
 
 
+def text_of(given: str | Path, number: int, tokenizer: Any) -> Text:
+    """A text given in Python: str is the text itself, named by its number, Path a file. Raises as `read_text`."""
+    if isinstance(given, Path):
+        return read_text(given, tokenizer)
+    if not given.strip():
+        raise InvalidInput(f"text {number} is empty; give one with words in it")
+    ids = tuple(tokenizer(given, add_special_tokens=False, verbose=False).input_ids)
+    return Text(f"text {number}", hashlib.sha256(given.encode()).hexdigest(), len(given), ids)
+
+
 def windows_of(texts: Sequence[Text], tokenizer: Any, length: int, limit: int | None = None) -> list[list[int]]:
     """Texts cut into windows of `length` tokens, each starting with the tokenizer's beginning of text if it has one.
 

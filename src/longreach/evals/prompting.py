@@ -82,7 +82,7 @@ def prompt_tokens(tokenizer: Any, sample: Sample, in_chat: bool = True) -> list[
 
     in_chat: False for texts that are gone on with as they are, whatever the tokenizer.
     """
-    text = "\n\n".join(part for part in (sample.context, sample.question) if part)
+    text = sample.joint.join(part for part in (sample.context, sample.question) if part)
     written = chat(tokenizer, text) if in_chat else None
     if written is not None:
         return encode(tokenizer, written + sample.begun, special=False)
@@ -117,7 +117,7 @@ class PromptCutter:
         templated = in_chat and self._frame.templated
         documents = sample.context[sample.instructions :].lstrip()
         before = sample.context[: len(sample.context) - len(documents)]
-        asked = f"\n\n{sample.question}" if sample.question else ""
+        asked = f"{sample.joint}{sample.question}" if sample.question else ""
         if templated:
             head = [*self._frame.head, Part(before, True)]
             tail = [Part(asked, True), Part(self._frame.rest, False), Part(sample.begun, True)]

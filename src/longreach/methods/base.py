@@ -108,12 +108,14 @@ class PromptObserver(Configured):
         Heads are those of all ranks. Layers with a sliding window keep no state, but are counted. Raises what
         `new_state` raises, for example for a missing plan.
         """
-        k = torch.empty(slots, model.kv_heads, capacity, model.head_dim, dtype=dtype, device="meta")  # takes no memory
-        none = torch.empty(0, dtype=torch.int64, device="meta")
-        rows = Rows(k.new_empty(0, model.query_heads, model.head_dim), none, none)
-        seq = none.new_empty(slots)
-        calls = (LayerCall(n, rows, KVView(k, k, seq), seq, 1.0, model=model) for n in range(model.layers))
-        states = [self.new_state(call, slots) for call in calls]
+        none = torch.empty(0, dtype=torch.int64, device="meta")  # takes no memory
+        seq, states = none.new_empty(slots), list[SequenceState | None]()
+        for layer in range(model.layers):
+            heads, dim = model.heads_of(layer)
+            k = torch.empty(slots, heads, capacity, dim, dtype=dtype, device="meta")
+            rows = Rows(k.new_empty(0, model.query_heads, dim), none, none)
+            view = KVView(k, k, seq, values_in_keys=model.values_in_keys)
+            states.append(self.new_state(LayerCall(layer, rows, view, seq, 1.0, model=model), slots))
         return sum(state.nbytes for state in states if state is not None)
 
 

@@ -6,11 +6,13 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, Unsupported
 from longreach.ops import HeadShard, KVView, Partial, RotaryAngles, RotaryFrequencies, Rows, Selection, Spans
 from longreach.ops.attend import prepare, resolve
+from longreach.ops.checks import Once
 from longreach.ops.doors import Op, Read, op_named
 from longreach.ops.types import INTS, describe, require
 from longreach.plans import Plan
@@ -34,6 +36,9 @@ class ModelShape:
     """The facts about a model that a method's options may refer to. Heads are those of all ranks.
 
     config: hash of the model's configuration, by which plans are matched to models; "" if unknown.
+    values_in_keys: the values are the keys themselves, held once (MLA's latent cache); see KVView.
+    by_layer: (KV heads, head dim) of each layer, where those with a sliding window have others than kv_heads and
+        head_dim, which are of the other layers; () where all layers are alike. Methods attend in the latter alone.
     plans: those that the session makes itself; None where none can be made.
     """
 
@@ -42,7 +47,25 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     config: str = ""
+    values_in_keys: bool = False
+    by_layer: tuple[tuple[int, int], ...] = ()
     plans: SessionPlans | None = field(default=None, compare=False, repr=False)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """(KV heads, head dim) of a layer."""
+        return self.by_layer[layer] if self.by_layer else (self.kv_heads, self.head_dim)
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers that the KV cache of all layers holds for a token."""
+        vectors = sum(heads * dim for heads, dim in map(self.heads_of, range(self.layers)))
+        return vectors if self.values_in_keys else 2 * vectors
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """The most query heads that share a KV head, and the largest head dim."""
+        shapes = self.by_layer or ((self.kv_heads, self.head_dim),)
+        return max(self.query_heads // heads for heads, _ in shapes), max(dim for _, dim in shapes)
 
 
 class Evictable(Protocol):
@@ -161,9 +184,19 @@ class LayerCall:
 
     def _prepare(self, selection: Selection, kv: KVView, sink: bool) -> Prepared:
         logits: dict[str, Any] = {"softcap": self.softcap, "sink_logit": self.sink_logit if sink else None}
-        impl = resolve(self.impl, self.rows, kv, selection, **logits)
-        run = prepare(self.rows, kv, selection, scale=self.scale, impl=impl, **logits)
+        once = self._over(kv)
+        impl = self._resolved(selection, kv, logits, once)
+        run = prepare(self.rows, kv, selection, scale=self.scale, impl=impl, once=once, **logits)
         return Prepared(selection, kv, sink, impl, run)
+
+    def _resolved(self, selection: Selection, kv: KVView, logits: dict[str, Any], once: Once) -> str:
+        """The implementation that attends, found once for layers that differ in no more than the tensors' contents."""
+        if torch.is_grad_enabled() or not isinstance(selection, Spans):
+            return resolve(self.impl, self.rows, kv, selection, **logits)
+        form = tuple(x is None for x in logits.values())
+        key = ("impl", self.impl, id(selection), self.rows.q.dtype, self.rows.q.shape, kv.heads, id(kv.calls), *form)
+        found = once(key, lambda: (resolve(self.impl, self.rows, kv, selection, **logits), selection, kv.calls))
+        return found[0]
 
     def op(
         self,
@@ -232,6 +265,19 @@ class LayerCall:
         if place not in self.shared:
             self.shared[place] = (make(), self.rows.pos, self.kv.seq_lens)  # an id is unique while its object lives
         return self.shared[place][0]
+
+    def _over(self, kv: KVView) -> Once:
+        """Computes values once for all layers of the pass whose rows and views share these tensors."""
+        parts = (self.rows.seq, self.rows.pos, kv.seq_lens, kv.block_table)
+        ids, shared = tuple(map(id, parts)), self.shared
+
+        def once(key: Hashable, make: Callable[[], T]) -> T:
+            place = ("over", key, *ids)
+            if place not in shared:
+                shared[place] = (make(), parts)  # an id is unique while its object lives
+            return shared[place][0]
+
+        return once
 
     @property
     def context(self) -> Tensor:

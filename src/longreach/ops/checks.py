@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Hashable
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.types import INTS, KVView, Logits, Rows, ScoringKeys, describe, require
+
+T = TypeVar("T")
+
+
+class Once(Protocol):
+    """Computes a value once for calls whose rows and views share sequences, positions, lengths and block table."""
+
+    def __call__(self, key: Hashable, make: Callable[[], T]) -> T: ...
+
+
+def each_time(key: Hashable, make: Callable[[], T]) -> T:
+    """A value that is computed at each call."""
+    return make()
 
 
 def limits(x: Tensor) -> tuple[int, int]:
@@ -17,13 +32,20 @@ def limits(x: Tensor) -> tuple[int, int]:
     return int(array.min()), int(array.max())
 
 
-def check_memory(rows: Rows, kv: KVView) -> None:
-    """Raise InvalidInput where rows and view do not fit together, or (on the CPU) name memory that is not there."""
+def check_memory(rows: Rows, kv: KVView, once: Once = each_time) -> None:
+    """Raise InvalidInput where rows and view do not fit together, or (on the CPU) name memory that is not there.
+
+    once: computes what depends on places and lengths alone once for several layers.
+    """
     require(isinstance(rows, Rows), lambda: f"rows: expected Rows, got {describe(rows)}")
     require(isinstance(kv, KVView), lambda: f"kv: expected a KVView, got {describe(kv)}")
     kv.group(rows)
-    if kv.k.device.type != "cpu":
-        return  # values lie on the device: reading them would cost a sync
+    if kv.k.device.type == "cpu":  # elsewhere values lie on the device: reading them would cost a sync
+        once(("memory", kv.k.shape[0], kv.page), lambda: _check_places(rows, kv))
+
+
+def _check_places(rows: Rows, kv: KVView) -> None:
+    """Raise InvalidInput where sequences, lengths or the block table name memory that is not there."""
     if rows.seq.numel():
         low, high = limits(rows.seq)
         require(

@@ -96,8 +96,9 @@ class Read(NamedTuple):
         values: bool = True,
         counted: Tensor | int | None = None,
     ) -> Read:
-        """Keys or values of a view, or both in one pass."""
+        """Keys or values of a view, or both in one pass. Values that lie in the keys are read with them."""
         vector = kv.k.shape[3] * kv.k.element_size()
+        values = values and not (keys and kv.values_in_keys)
         return cls(selection, vector * keys, vector * values, counted=counted)
 
 

@@ -111,11 +111,11 @@ class _Threads:
     """
 
     def __init__(self) -> None:
-        self._tasks, self._started = SimpleQueue[Any](), 0
+        self._tasks, self._started, self._most = SimpleQueue[Any](), 0, os.cpu_count() or 1
 
     def submit(self, run: Callable[..., Any], *args: Any) -> None:
         """Run `run(*args)` in one of the threads; it must not raise."""
-        while self._started < (os.cpu_count() or 1):
+        while self._started < self._most:
             threading.Thread(target=self._serve, name="longreach-cpu", daemon=True).start()
             self._started += 1  # after it has started: an interrupt between the two leaves one too many, not too few
         self._tasks.put((run, args))

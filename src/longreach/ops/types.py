@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
+WIDEST, MOST_GROUP = 1024, 128  # head dim, and query heads of a KV head, that the reference and Numba take
+KERNEL_WIDEST, KERNEL_GROUP = 256, 16  # those that Triton's kernels take
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:
@@ -76,7 +78,8 @@ class Rows:
         )
         require(self.q.dtype in FLOATS, lambda: f"q: expected bf16, fp16, fp32 or fp64, got {describe(self.q)}")
         rows, _, dim = self.q.shape
-        require(dim % 8 == 0 and 8 <= dim <= 256, lambda: f"q: head dim must be a multiple of 8 up to 256, got {dim}")
+        fits = dim % 8 == 0 and 8 <= dim <= WIDEST
+        require(fits, lambda: f"q: head dim must be a multiple of 8 up to {WIDEST}, got {dim}")
         for name, x in (("seq", self.seq), ("pos", self.pos)):
             ok = isinstance(x, Tensor) and x.dtype in INTS and x.shape == (rows,)
             require(ok, lambda: f"{name}: expected int32 or int64 [R={rows}], got {describe(x)}")
@@ -102,6 +105,8 @@ class KVView:
     k_scale, v_scale: reserved for quantised KV; refused until implemented.
     calls: the calls by which the CPU computes attention to keys and values in host memory. For few rows of a sequence
         "auto" is then the implementation "cpu". None: the view's own device reads them.
+    values_in_keys: the values are the keys themselves, in one memory (v is k), as for a latent cache (MLA). A pass that
+        reads both counts the keys alone.
     """
 
     k: Tensor
@@ -112,6 +117,7 @@ class KVView:
     k_scale: Tensor | None = None
     v_scale: Tensor | None = None
     calls: HostCalls | None = None
+    values_in_keys: bool = False
 
     def __post_init__(self) -> None:
         k, v, filled = self.k, self.v, self.seq_lens
@@ -141,6 +147,8 @@ class KVView:
             require(on, lambda: f"{name}: expected on {k.device} like k, got {describe(x)}")
         if self.k_scale is not None or self.v_scale is not None:
             raise Unsupported("k_scale, v_scale: quantised KV is not implemented yet; pass unscaled K and V")
+        one = v is k or not self.values_in_keys
+        require(one, "v: with values_in_keys expected the same tensor as k, got another one")
 
     @property
     def sequences(self) -> int:
@@ -171,8 +179,8 @@ class KVView:
         require(dim == self.k.shape[3], lambda: f"head dim: q has {dim}, k has {self.k.shape[3]}")
         require(rows.q.dtype == self.k.dtype, lambda: f"dtype: q is {describe(rows.q)}, k is {describe(self.k)}")
         require(rows.q.device == self.k.device, lambda: f"device: q is on {rows.q.device}, k on {self.k.device}")
-        fits = heads % self.heads == 0 and 1 <= heads // self.heads <= 16
-        require(fits, lambda: f"heads: {heads} query heads must be 1 to 16 times the {self.heads} KV heads")
+        fits = heads % self.heads == 0 and 1 <= heads // self.heads <= MOST_GROUP
+        require(fits, lambda: f"heads: {heads} query heads must be 1 to {MOST_GROUP} times the {self.heads} KV heads")
         return heads // self.heads
 
 

@@ -95,7 +95,9 @@ class Counting:
         terms = [term for one in noted if not isinstance(one.read.counted, int) for term in self._terms(one)]
         if dense is not None:
             vector, where = call.kv.k.shape[3] * call.kv.k.element_size(), self._place(call.rows, call.kv, call.index)
-            terms += self._slots(call.rows, call.kv, where, dense, {DENSE: 2 * vector})
+            terms += self._slots(
+                call.rows, call.kv, where, dense, {DENSE: vector * (1 if call.kv.values_in_keys else 2)}
+            )
             terms.append(Term(ROWS, self._rows(where), 1))
         self.layers.append((place, tuple(terms)))
 

@@ -19,6 +19,7 @@ class Sample:
     answers: what is expected; how many of them are needed, and how they are matched, is `Task.score`'s affair.
     facts: what else describes the sample (depth, keys, choices), as JSON values.
     instructions: characters at the beginning of context that say what to do; documents follow them.
+    joint: what stands between context and question.
     """
 
     context: str
@@ -27,6 +28,7 @@ class Sample:
     answers: tuple[str, ...]
     facts: Mapping[str, Any] = field(default_factory=dict)
     instructions: int = 0
+    joint: str = "\n\n"
 
 
 class Task(Protocol):

@@ -24,6 +24,8 @@ TASKS = {  # what makes a task, called with its name
     "vt": "longreach.tasks.ruler.tracing:Tracing",
     "cwe": "longreach.tasks.ruler.common_words:CommonWords",
     "fwe": "longreach.tasks.ruler.frequent_words:FrequentWords",
+    "vt_official": "longreach.tasks.ruler.tracing:official",
+    "fwe_official": "longreach.tasks.ruler.frequent_words:official",
     "qa_synthetic_1": "longreach.tasks.ruler.invented:questions",
     "qa_synthetic_2": "longreach.tasks.ruler.invented:questions",
     "needle_sweep": "longreach.tasks.sweep:Sweep",
@@ -43,7 +45,13 @@ ABOUT = {  # what a data set's file is
 }
 STAND_INS = {"qa_1": "qa_synthetic_1", "qa_2": "qa_synthetic_2"}
 RULER = (*NEEDLES, "vt", "cwe", "fwe")
-GROUPS = {"needles": NEEDLES, "ruler": RULER, "all": (*RULER, "qa_synthetic_1", "qa_synthetic_2", "plan")}
+RULER_OFFICIAL = (*NEEDLES, "vt_official", "cwe", "fwe_official")  # the text that RULER's own generators write
+GROUPS = {
+    "needles": NEEDLES,
+    "ruler": RULER,
+    "ruler_official": RULER_OFFICIAL,
+    "all": (*RULER, "qa_synthetic_1", "qa_synthetic_2", "plan"),
+}
 
 
 def task(name: str) -> Task:
@@ -66,7 +74,7 @@ def read(dataset: str, path: Path) -> list[Task]:
 
 
 def choose(text: str) -> list[Task]:
-    """Tasks named in "a,b": names, groups (needles, ruler, all), data sets with their file ("qa_1=squad.json").
+    """Tasks named in "a,b": names, groups (needles, ruler, ...), data sets with their file ("qa_1=squad.json").
 
     Where qa_1 or qa_2 is given a file, its synthetic stand-in leaves the groups.
     Raises UnknownName for a task there is not, InvalidInput where a data set lacks its file or none is named.

@@ -158,15 +158,63 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {  # of 4 layers, 2 of which at
         },
     ),
 }
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,  # of some families' rotary embedding
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 16,
+}
+_GROUPED: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    **_EXPERTS,
+}
+LATENTS: dict[str, tuple[str, dict[str, Any]]] = {  # multi-head latent attention (MLA)
+    "deepseek_v2": ("deepseek_v2", {**_LATENT, **_GROUPED}),
+    "deepseek_v2_lite": ("deepseek_v2", {**_LATENT, **_GROUPED, "q_lora_rank": None}),
+    "deepseek_v3": ("deepseek_v3", {**_LATENT, **_GROUPED}),
+    "minicpm3": ("minicpm3", _LATENT),
+    "youtu": ("youtu", _LATENT),
+    "glm4_moe_lite": ("glm4_moe_lite", {**_LATENT, **_GROUPED}),
+    "axk1": ("axk1", {**_LATENT, **_GROUPED}),
+}
+_GEMMA4: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "sliding_window": WINDOW,
+    "global_head_dim": 32,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "final_logit_softcapping": 30.0,
+}
+BY_LAYER: dict[str, tuple[str, dict[str, Any]]] = {  # layers without a window have other heads
+    "gemma4": (
+        "gemma4_text",
+        {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "hidden_size_per_layer_input": 0},
+    ),
+    "gemma4_inputs": (
+        "gemma4_text",
+        {**_GEMMA4, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCABULARY},
+    ),
+}
+_ALL = {**FAMILIES, **HYBRIDS, **LATENTS, **BY_LAYER}
 
 
 def tiny_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A tiny fp32 model in eval mode: 2 attention layers, 4 query and 2 KV heads of 16 channels, no end-of-text token.
 
-    family: one of FAMILIES or HYBRIDS; overrides: fields of the model's configuration.
+    Models with MLA have 4 heads, and 48 channels in the cache. Those of BY_LAYER have 2 more layers, without a window,
+    whose heads have 32 channels.
+
+    family: one of FAMILIES, HYBRIDS, LATENTS or BY_LAYER; overrides: fields of the model's configuration.
     """
-    kind, fields = FAMILIES[family] if family in FAMILIES else HYBRIDS[family]
-    shape = SHAPE if family in FAMILIES else {**SHAPE, "num_hidden_layers": 4}
+    kind, fields = _ALL[family]
+    shape = {**SHAPE, "num_hidden_layers": 4} if family in HYBRIDS else SHAPE
     return from_config(AutoConfig.for_model(kind, **{**shape, **fields, **overrides}), seed=seed)
 
 

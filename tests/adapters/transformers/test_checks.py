@@ -24,16 +24,9 @@ SMALL: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.2,
     "eos_token_id": None, "pad_token_id": 256, "bos_token_id": 257,
 }  # fmt: skip
-LATENT = {
-    **SMALL, "num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8, "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
-    "topk_group": 1, "n_shared_experts": 1,
-}  # fmt: skip
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "Bloom": ("bloom", {"vocab_size": 264, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "Bloom.*interface"),
     "MPT": ("mpt", {"vocab_size": 264, "d_model": 64, "n_layers": 2, "n_heads": 4}, "MptForCausalLM.*interface"),
-    "DeepSeek-V2": ("deepseek_v2", LATENT, "DeepseekV2ForCausalLM.*MLA"),
-    "DeepSeek-V3": ("deepseek_v3", LATENT, "DeepseekV3ForCausalLM.*MLA"),
     "Llama-4": ("llama4_text", {**SMALL, "intermediate_size_mlp": 96, "num_local_experts": 2}, "chunked_attention"),
     "Mamba": ("mamba", {"vocab_size": 264, "hidden_size": 64, "num_hidden_layers": 2}, "MambaForCausalLM.*interface"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Text prompts for the decoders of multimodal models; images are refused by name. And shapes that differ by layer."""
+"""Text prompts for the decoders of multimodal models; images are refused by name."""
 
 from __future__ import annotations
 
@@ -94,10 +94,3 @@ def test_images_that_see_each_other() -> None:
         with pytest.raises(Unsupported, match="neither causal nor a sliding window"):
             model(tokens, token_type_ids=kinds)
         assert torch.equal(model(tokens).logits, want)
-
-
-def test_head_sizes_that_differ_by_layer() -> None:
-    config = transformers.Gemma4TextConfig(**{**SHAPE, "hidden_size_per_layer_input": 0, "num_hidden_layers": 6})
-    model = transformers.Gemma4ForCausalLM(config)
-    with pytest.raises(Unsupported, match=r"head_dim.* differ by layer"):
-        attach(model)

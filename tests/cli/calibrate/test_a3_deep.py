@@ -79,9 +79,9 @@ def test_some_layers_in_json_and_an_interrupted_run(
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (["--ratio", 0], ["--ratio: expected a number above 0 and below 1"]),
-        (["--ratio", 1], ["--ratio: expected a number above 0 and below 1"]),
-        (["--layers", "1,2"], ["--layers 1,2: expected layers of the model, 0 to 1"]),
+        (["--ratio", 0], ["ratio: expected a number above 0 and below 1"]),
+        (["--ratio", 1], ["ratio: expected a number above 0 and below 1"]),
+        (["--layers", "1,2"], ["layers 1,2: expected layers of the model, 0 to 1"]),
         (["--layers", "all"], ["--layers all: expected layer numbers"]),
         (["--chunk-tokens", 4000], ["at least two chunks", "got 1 chunk", "lower --chunk-tokens"]),
         (["--tasks", "needles2"], ["unknown task"]),

@@ -84,7 +84,7 @@ def test_tasks_are_read_beside_text(longreach: Any, model: Path, text: Path, tmp
         (["--budget", 0], ["budget", "at least 1", "got 0"]),
         (["--budget", -1], ["budget", "at least 1"]),
         (["--budget", 5], ["budget", "1 to 4 anchors", "got 5", "--budget"]),
-        (["--served", 0.5], ["--budget fixes the number of anchors", "give one of them"]),
+        (["--served", 0.5], ["budget fixes the number of anchors", "give one of them"]),
         (["--ranks", 3], ["ranks", "divides the 2 KV heads", "got 3", "--ranks"]),
         (["--prompts", 30], ["30 prompts of 301 tokens are 9000 tokens", "book.txt", "--text"]),
         (["--length", 32], ["32 tokens are too short", "33 tokens are needed", "--length"]),

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 
 from longreach.errors import InvalidInput
 from longreach.methods.call import LayerCall
-from longreach.ops import RowRange, Rows, Span, Spans, absolute, relative
+from longreach.ops import RowRange, Rows, Span, Spans, absolute, checks, relative
 from longreach.ops.attend import prepare
+from longreach.ops.impl import has_numba
 from longreach.testing.inputs import random_kv, random_rows
 from longreach.testing.oracle import exact_attend
 from longreach.testing.selections import random_lists
@@ -72,3 +75,43 @@ def test_a_call_prepares_again_for_another_selection_and_view() -> None:
         assert [noted.kv for noted in again.meter.noted] == [view or kv]
         assert again.meter.keys == (selection,)
     assert call.take(torch.tensor([1])).attend(Spans.dense()).out.shape[0] == 1
+
+
+@pytest.mark.skipif(not has_numba(), reason="Numba is not installed")
+def test_layers_of_a_pass_share_checks_and_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What depends on places and lengths alone is found once for layers over the same tensors, and no longer."""
+    numba = import_module("longreach.ops.attend.numba")  # an attribute of this name is not there before
+    made = list[str]()
+    for module, name in ((checks, "_check_places"), (numba, "_work")):
+        found = getattr(module, name)
+
+        def counted(*args: Any, name: str = name, found: Any = found) -> Any:
+            made.append(name)
+            return found(*args)
+
+        monkeypatch.setattr(module, name, counted)
+    first = random_kv([30, 21])
+    rows, shared = random_rows(first, 3, group=2), dict[Any, Any]()
+    slots, want = torch.arange(2), {"scale": 0.3}
+
+    def call(layer: int, rows: Rows, shared: dict[Any, Any]) -> LayerCall:
+        k, v = (torch.randn(first.k.shape) for _ in range(2))
+        view = replace(first, k=k, v=v)
+        return LayerCall(layer, rows, view, slots, 0.3, shared=shared, impl="numba")
+
+    for layer in range(3):
+        one = call(layer, replace(rows, q=torch.randn(rows.q.shape)), shared)
+        held_to(one.attend(SINKS_AND_WINDOW), exact_attend(one.rows, one.kv, SINKS_AND_WINDOW, **want), rows.q.dtype)
+    assert made == ["_check_places", "_work"]
+    rows.pos.sub_(2)  # the same call again, over what its tensors hold by now
+    held_to(one.attend(SINKS_AND_WINDOW), exact_attend(one.rows, one.kv, SINKS_AND_WINDOW, **want), rows.q.dtype)
+    assert made == ["_check_places", "_work", "_work"]
+    other = Spans.dense()
+    held_to(one.attend(other), exact_attend(one.rows, one.kv, other, **want), rows.q.dtype)
+    assert made[3:] == ["_work"]
+    again = call(0, rows, {})  # of another pass
+    held_to(again.attend(other), exact_attend(rows, again.kv, other, **want), rows.q.dtype)
+    assert made[4:] == ["_check_places", "_work"]
+    wrong = replace(rows, seq=rows.seq + 2)
+    with pytest.raises(InvalidInput, match="seq: expected in"):
+        call(3, wrong, shared).attend(other)

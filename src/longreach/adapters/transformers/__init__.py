@@ -12,7 +12,7 @@ from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
 from longreach.adapters.transformers.fusing import read as read_fused
 from longreach.adapters.transformers.get_or_compute import ChunkResult, get_or_compute
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.inspect_model import ModelFit, inspect_model
+from longreach.adapters.transformers.inspect_model import ModelFit, check_method, inspect_model, unfit_methods
 from longreach.adapters.transformers.load import device_of, load, model_path, shape_at
 from longreach.adapters.transformers.loop.settings import unapplied
 from longreach.adapters.transformers.placement import BETWEEN, ChunkPlace, places
@@ -62,6 +62,7 @@ __all__ = [
     "chat",
     "check_host",
     "check_length",
+    "check_method",
     "context_limit",
     "detach",
     "device_of",
@@ -87,4 +88,5 @@ __all__ = [
     "stop_strings",
     "stop_tokens",
     "unapplied",
+    "unfit_methods",
 ]

@@ -38,6 +38,7 @@ from longreach.adapters.transformers.generate import (
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.hybrid import attention_layers, facts_of, numbered
+from longreach.adapters.transformers.latent import EXPAND, check_kernels, kept_apart
 from longreach.adapters.transformers.mask import Mask
 from longreach.adapters.transformers.memory_notes import MemoryNotes
 from longreach.adapters.transformers.oom import memory_errors, stream_captures
@@ -45,7 +46,7 @@ from longreach.adapters.transformers.options import refuse_options
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.recurrent import recurrent_pass
 from longreach.adapters.transformers.registration import register, release
-from longreach.adapters.transformers.rotary import attention_modules, find_rotation, probing
+from longreach.adapters.transformers.rotary import attention_modules, cos_sin, find_rotation, probing
 from longreach.adapters.transformers.session_caches import SessionCaches
 from longreach.adapters.transformers.step import Step, current, entered, plain_append
 from longreach.cache import CacheConfig
@@ -153,7 +154,8 @@ class Session(SessionCaches):
             check_chunks(model)
             fuse.check(self._shape)
         check_eviction(evict, decode, fused=fuse is not None)
-        check_host(cache, evict)
+        check_host(cache, evict, self._shape)
+        check_kernels(type(model).__name__, self._shape, model.device, impl)
         check_host_attend(cache, model.device, impl)
         windows = cache_windows(model)
         if evict is not None and len(windows) == self._shape.layers:
@@ -206,6 +208,9 @@ class Session(SessionCaches):
         self._override(decoder, "forward", self._wrap_decoder(decoder.forward))
         if model is not decoder:
             self._override(model, "forward", self._wrap_model(model.forward))
+        if self.facts.latent:
+            for module in attention_modules(decoder):
+                self._override(module, EXPAND, kept_apart)
         if any(_needs_rotary(method) for method in (self.prefill, self.decode)):
             self._note_rotary()
         if hasattr(model, "generate"):
@@ -479,12 +484,12 @@ class Session(SessionCaches):
         self._notes_rotary = True
 
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            pair = kwargs.get("position_embeddings")
-            if probing() or pair is None:
+            if probing() or (given := kwargs.get("position_embeddings")) is None:
                 return
+            pair = cos_sin(given)
             step = current()
             layer = step.facts.layer(int(module.layer_idx))  # type: ignore[arg-type]
-            if not (isinstance(pair, tuple) and len(pair) == 2):
+            if pair is None:
                 step.facts.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
                 return
             if layer not in step.facts.rotations:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from longreach.adapters.transformers.check_attention import check_attention
 from longreach.adapters.transformers.frequencies import frequencies_of
+from longreach.adapters.transformers.latent import LatentQuery, check_expansion, joined
 from longreach.adapters.transformers.mask import Mask
 from longreach.adapters.transformers.rotary import Captured, Rotation, probing
 from longreach.adapters.transformers.step import Step, current
@@ -51,12 +52,21 @@ def longreach_attention(
 
     Raises Unsupported for a keyword that is not implemented, CalledOutside without an attached model around it.
     """
+    scale, moved = kwargs.get("scaling"), None
+    if scale is None:
+        scale = query.shape[3] ** -0.5
+    own = query
+    if hasattr(module, "kv_lora_rank"):  # MLA: key and value are the two parts of the cached vectors
+        moved = LatentQuery.of(module, query)
+        query = moved.query
     if probing():
         raise Captured(query, key, value, kwargs)
     step = current()
     levels = _levels(step, module, kwargs)
     _refuse_unknown(kwargs)
     layer = _check_layer(step, module, query, key, value)
+    if moved is not None:
+        key = value = joined(key, value)
     window = _window(step, layer, attention_mask, kwargs.get("sliding_window"))
     view = _view(step, layer, key, value)
     if levels is not None:
@@ -66,9 +76,13 @@ def longreach_attention(
         view = levels.over(view, memory)
         key, value = key[:, : levels.heads], value[:, : levels.heads]
     if layer not in step.facts.checked:
-        check_attention(module, query, key, kwargs)
+        if moved is None:
+            check_attention(module, query, key, kwargs)
+        else:
+            check_expansion(module)
+            check_attention(module, own, own[:, :: getattr(module, "num_key_value_groups", 1)], kwargs)
         step.facts.checked.add(layer)
-    call = _layer_call(step, layer, module, query, key, view, kwargs)
+    call = _layer_call(step, layer, module, query, key, view, float(scale), kwargs)
     written = _written(step, layer, call) if step.whole is not None and step.layers.observes_tokens else None
 
     def attend() -> Tensor:  # in a step that is captured in pieces the host runs it again at each replay
@@ -76,7 +90,7 @@ def longreach_attention(
         return step.rectangle(found.partial.out)
 
     out = attend().to(query.dtype) if step.cut is None else step.cut(attend, query.dtype)
-    return out, None
+    return out if moved is None else moved.expand(out), None
 
 
 def _levels(step: Step, module: Any, kwargs: dict[str, Any]) -> Levels | None:
@@ -115,7 +129,7 @@ def _check_layer(step: Step, module: nn.Module, query: Tensor, key: Tensor, valu
             f"{name} attends with {query.shape[2]} queries to {key.shape[2]} keys in a pass of {step.shape[1]} tokens "
             f"(cross-attention?); longreach implements self-attention only"
         )
-    if value.shape[3] != key.shape[3]:
+    if value.shape[3] != key.shape[3] and not step.facts.latent:
         raise Unsupported(
             f"{name} has values of {value.shape[3]} channels and keys of {key.shape[3]}; longreach needs them equal"
         )
@@ -152,10 +166,9 @@ def _window(step: Step, layer: int, mask: Any, keyword: Any) -> int | None:
 
 
 def _layer_call(
-    step: Step, layer: int, module: nn.Module, query: Tensor, key: Tensor, view: KVView, kwargs: dict[str, Any]
-) -> LayerCall:
-    scale = kwargs.get("scaling")
-
+    step: Step, layer: int, module: nn.Module, query: Tensor, key: Tensor, view: KVView, scale: float,
+    kwargs: dict[str, Any],
+) -> LayerCall:  # fmt: skip
     def known() -> Rotation:
         rotation = step.facts.rotations.get(layer, "no layer of this model gets a rotary embedding")
         if not isinstance(rotation, Rotation):
@@ -186,7 +199,7 @@ def _layer_call(
         Rows(step.rows(query), step.append.seq, place.slot, place.runs),
         view,
         step.append.slots,
-        query.shape[3] ** -0.5 if scale is None else float(scale),
+        scale,
         softcap=kwargs.get("softcap"),
         sink_logit=kwargs.get("s_aux"),
         shard=step.facts.shard(layer, module, key.shape[1]),

@@ -22,6 +22,8 @@ from longreach.adapters.transformers.hybrid import (
     is_hybrid,
     rotates,
 )
+from longreach.adapters.transformers.latent import check_latent, is_latent, latent_width
+from longreach.adapters.transformers.rotary import attention_modules
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
@@ -40,6 +42,7 @@ PLANNED_FOR = (  # fields of a configuration that identify a model in all versio
     "head_dim",
     "rope_parameters",
 )
+PLANNED_FOR_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # of models with MLA
 
 
 SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -57,13 +60,35 @@ def shape_of(model: PreTrainedModel) -> ModelShape:
 
 def shape_of_config(config: Any) -> ModelShape:
     """The same, of the configuration of a language model. Raises Unsupported where layers have different shapes."""
-    differ = sorted({*SIZES} & {*(getattr(config, "per_layer_attributes", None) or ())})
-    if differ:
+    differ = {*SIZES} & {*(getattr(config, "per_layer_attributes", None) or ())}
+    if not differ <= {"head_dim", "num_key_value_heads"}:
         raise Unsupported(
-            f"{type(config).__name__}: {', '.join(differ)} differ by layer (as in Gemma-4), and longreach's cache has "
-            f"one shape for all layers"
+            f"{type(config).__name__}: {', '.join(sorted(differ))} differ by layer; longreach supports that of "
+            f"head_dim and num_key_value_heads (as in Gemma-4)"
         )
     heads = config.num_attention_heads
+    if differ:
+        layers = [config.per_layer_config[layer] for layer in attention_layers(config)]
+        each = tuple((layer.num_key_value_heads or heads, layer.head_dim) for layer in layers)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(each)
+        full = {shape for shape, kind in zip(each, kinds, strict=True) if kind != "sliding_attention"} or {*each}
+        if len(full) > 1:
+            raise Unsupported(
+                f"{type(config).__name__}: {', '.join(sorted(differ))} differ between layers without a sliding window; "
+                f"longreach supports one shape for these, as plans have it"
+            )
+        ((kv_heads, dim),) = full
+        by_layer = each if len(set(each)) > 1 else ()
+        return ModelShape(len(each), heads, kv_heads, dim, config_hash(config), by_layer=by_layer)
+    if is_latent(config):
+        return ModelShape(
+            layers=config.num_hidden_layers,
+            query_heads=heads,
+            kv_heads=1,
+            head_dim=latent_width(config),
+            config=config_hash(config),
+            values_in_keys=True,
+        )
     return ModelShape(
         layers=len(attention_layers(config)),
         query_heads=heads,
@@ -75,7 +100,11 @@ def shape_of_config(config: Any) -> ModelShape:
 
 def config_hash(config: Any) -> str:
     """Identifies the models that a plan was made for: another shape or rotary embedding gives another hash."""
-    fields = {name: getattr(config, name, None) for name in PLANNED_FOR}
+    names = PLANNED_FOR + (PLANNED_FOR_LATENT if is_latent(config) else ())
+    differ = {*(getattr(config, "per_layer_attributes", None) or ())}  # not to be read from the whole configuration
+    fields = {name: None if name in differ else getattr(config, name, None) for name in names}
+    if differ:
+        fields |= {name: [getattr(layer, name, None) for layer in config.per_layer_config] for name in sorted(differ)}
     return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -109,6 +138,16 @@ def decoder_of(model: nn.Module) -> PreTrainedModel:
 def check_chunks(model: nn.Module) -> None:
     """Raise Unsupported for a model whose keys and values of a chunk cannot be computed without the text before it."""
     variant = mka_variant(model)
+    if isinstance(model, PreTrainedModel) and is_latent(text_config(model)):
+        raise Unsupported(
+            f"{type(model).__name__} has multi-head latent attention (MLA), whose cached vectors longreach does not "
+            f"store in chunks; read whole prompts (no chunk store, fuse=None)"
+        )
+    if isinstance(model, PreTrainedModel) and shape_of(model).by_layer:
+        raise Unsupported(
+            f"{type(model).__name__} has keys whose shape differs by layer, which longreach does not store in chunks; "
+            f"read whole prompts (no chunk store, fuse=None)"
+        )
     if isinstance(model, PreTrainedModel) and is_hybrid(text_config(model)):
         raise Unsupported(
             f"{type(model).__name__} has recurrent layers: their state depends on all tokens before, so that of a "
@@ -156,8 +195,13 @@ def check_model(
     hybrid = is_hybrid(config)
     if not decoder._supports_attention_backend and not (hybrid and attends_by_interface(decoder)):
         raise Unsupported(f"{name} does not take its attention from transformers' attention interface")
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise Unsupported(f"{name} uses multi-head latent attention (MLA), which longreach does not implement")
+    if is_latent(config):
+        check_latent(name, config, attention_modules(decoder))
+        if frequencies:
+            raise Unsupported(
+                f"{name} has multi-head latent attention (MLA), which rotates a part of its cached channels, and a "
+                f"method needs the frequencies of all; use another method"
+            )
     if getattr(decoder, "_is_stateful", False) and not hybrid:
         raise Unsupported(f"{name} has recurrent layers, whose state longreach's cache does not hold")
     strange = sorted(set(getattr(config, "layer_types", None) or ()) - set(KNOWN_LAYERS))
@@ -217,8 +261,11 @@ def check_host_attend(config: CacheConfig, device: torch.device, impl: str) -> N
             raise Unsupported(f"host_attend='cpu' (--host-attend): {why}; or leave host_attend out")
 
 
-def check_host(config: CacheConfig, evict: Eviction | None) -> None:
-    """Raise Unsupported for eviction from a cache in host memory."""
+def check_host(config: CacheConfig, evict: Eviction | None, shape: ModelShape) -> None:
+    """Raise Unsupported for eviction from a cache in host memory, and for layers that it cannot hold."""
+    if config.host and (shape.values_in_keys or shape.by_layer):
+        what = "a latent cache (MLA)" if shape.values_in_keys else "layers of different shapes"
+        raise Unsupported(f"CacheConfig(host=True) (--host): host memory does not hold {what}; use host=False")
     if config.host and evict is not None:
         raise Unsupported(
             f"evict={evict.name}: keys in host memory cannot be evicted; leave evict out, or use "

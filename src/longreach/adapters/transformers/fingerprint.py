@@ -108,7 +108,7 @@ class Fingerprint:
 
 
 def fingerprint(model: PreTrainedModel, *, chunks: bool = True) -> Fingerprint:
-    """Hash a model's decoder. chunks: whether chunks of text are to be stored under it, else plans only.
+    """Hash a model's decoder. chunks: whether chunks of text are to be stored under it, else plans and whole caches.
 
     Raises Unsupported where not all that its keys depend on can be read, by name.
     """

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from longreach.adapters.transformers.latent import joined
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.recurrent import RecurrentState
 from longreach.adapters.transformers.step import Step, current
@@ -55,7 +56,11 @@ class _Layer(CacheLayerMixin):
         if step.cache is not self.cache:
             raise InvalidInput("a cache of another session was passed as past_key_values; use session.new_cache()")
         step.written[self.index] = (key_states, value_states)
-        self.cache.kv.append(self.index, step.append, step.rows(key_states), step.rows(value_states))
+        if step.facts.latent:  # two parts of one vector
+            k = v = step.rows(joined(key_states, value_states))
+        else:
+            k, v = step.rows(key_states), step.rows(value_states)
+        self.cache.kv.append(self.index, step.append, k, v)
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int, *args: Any) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from longreach.adapters.transformers.latent import is_latent
 from longreach.adapters.transformers.rotary import attention_modules
 from longreach.adapters.transformers.step import ModelFacts
 from longreach.errors import Unsupported
@@ -53,6 +54,7 @@ def facts_of(config: Any, decoder: PreTrainedModel, shape: ModelShape, windows: 
         decoder=decoder,
         layer_types=None if kinds is None else tuple(kinds[layer] for layer in layers),
         numbers={layer: n for n, layer in enumerate(layers)} if is_hybrid(config) else None,
+        latent=is_latent(config),
     )
 
 

@@ -18,6 +18,7 @@ from longreach.adapters.transformers.checks import (
     text_config,
 )
 from longreach.adapters.transformers.hybrid import recurrent_layers
+from longreach.adapters.transformers.latent import kernels_refusal
 from longreach.adapters.transformers.load import broken_config, model_path, quiet, register_variants
 from longreach.errors import LongreachError, Unsupported
 from longreach.methods.base import AttentionMethod
@@ -39,7 +40,7 @@ class ModelFit:
     methods: attention method -> why it does not fit with its default options, None if it does.
     plans: method -> the plan that is shipped for the model. automatic: methods whose plan a session makes of its first
     prompt, as none is shipped. recurrent: how many layers keep a recurrent state; shape and windows count those that
-    attend.
+    attend. gpu: why a GPU does not compute the model's attention but with impl="reference"; None if it does.
     """
 
     name: str
@@ -52,12 +53,13 @@ class ModelFit:
     plans: dict[str, str]
     automatic: tuple[str, ...] = ()
     recurrent: int = 0
+    gpu: str | None = None
 
     def kv_bytes(self, tokens: int, batch: int = 1, element: int = ELEMENT) -> int:
         """Bytes of keys and values of a context. Layers with a sliding window keep all tokens too; the state of
         recurrent layers, whose size no context changes, is not included."""
         assert self.shape is not None
-        return 2 * batch * tokens * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * element
+        return batch * tokens * self.shape.token_numbers * element
 
 
 def inspect_model(model: str | Path) -> ModelFit:
@@ -78,12 +80,25 @@ def inspect_model(model: str | Path) -> ModelFit:
     except LongreachError as error:
         return ModelFit(name, parameters, str(error), None, {}, None, {}, {})
     planned = planned_shape(made)
-    methods = {known: _reason(made, decoder, method_class(known)(), planned) for known in METHODS}
+    methods = {known: _reason(made, method_class(known)()) for known in METHODS}
     automatic = tuple(known for known in METHODS if method_class(known)().plan_maker(planned) is not None)
     plans = {kind: path.stem for kind in KINDS if (path := default_file(kind, shape)) is not None}
     limit = getattr(text_config(made), "max_position_embeddings", None)
     recurrent = len(recurrent_layers(text_config(made)))
-    return ModelFit(name, parameters, None, shape, cache_windows(made), limit, methods, plans, automatic, recurrent)
+    gpu = kernels_refusal(name, shape)
+    windows = cache_windows(made)
+    return ModelFit(name, parameters, None, shape, windows, limit, methods, plans, automatic, recurrent, gpu)
+
+
+def unfit_methods(model: PreTrainedModel) -> dict[str, str]:
+    """Name -> reason, for methods that a model cannot use with their default options: no plan fits, or no rotation is
+    there to undo.
+
+    Raises Unsupported for a model that longreach does not attach to.
+    """
+    check_model(model, decoder_of(model), rotary=False)
+    reasons = {name: _reason(model, method_class(name)()) for name in METHODS}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def without_weights(model: str | Path) -> PreTrainedModel:
@@ -110,13 +125,17 @@ def without_weights(model: str | Path) -> PreTrainedModel:
     return made
 
 
-def _reason(model: PreTrainedModel, decoder: PreTrainedModel, method: AttentionMethod, shape: ModelShape) -> str | None:
+def check_method(model: PreTrainedModel, method: AttentionMethod, slot: str = "decode") -> None:
+    """Raise what `attach` raises for a model and a method of a slot, without attaching."""
+    decoder = decoder_of(model)
+    check_model(model, decoder, rotary=method.needs_pre_rope, frequencies=method.needs_frequencies, placed=False)
+    check_levels(model, evicts=False, **{slot: method.name})
+    method.check(planned_shape(model))
+
+
+def _reason(model: PreTrainedModel, method: AttentionMethod) -> str | None:
     try:
-        check_model(
-            model, decoder, rotary=method.needs_pre_rope, frequencies=method.needs_frequencies, placed=False
-        )  # fmt: skip
-        check_levels(model, decode=method.name)
-        method.check(shape)
+        check_method(model, method)
     except LongreachError as error:
         return str(error)
     return None

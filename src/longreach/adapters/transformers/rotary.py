@@ -58,11 +58,20 @@ class Rotation:
         return unrotate(x, self.pairs(cos)[:, None], self.pairs(sin)[:, None], layout=self.layout)
 
 
+def cos_sin(given: Any) -> tuple[Tensor, Tensor] | None:
+    """(cos, sin) of a layer's position_embeddings: such a pair, or cos + i sin (DeepSeek-V2); None for others."""
+    if isinstance(given, Tensor) and given.is_complex():
+        return given.real, given.imag
+    return given if isinstance(given, tuple) and len(given) == 2 else None
+
+
 def find_rotation(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rotation | str:
     """The rotation of the attention module, found with the arguments of its next call; or why it is unknown."""
     name = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
-    cos, _ = kwargs["position_embeddings"]
-    width = cos.shape[-1]
+    pair = cos_sin(kwargs["position_embeddings"])
+    if pair is None:
+        return f"{name} gets no pair (cos, sin) as position_embeddings"
+    cos, width = pair[0], pair[0].shape[-1]
     generator = torch.Generator().manual_seed(0)
     still = (torch.ones(1, PROBE, width), torch.zeros(1, PROBE, width))
     try:
@@ -113,9 +122,12 @@ def captured(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], c
 
     Nothing is attended and nothing put into a cache. Raises Unsupported where it does not reach our attention.
     """
-    like = kwargs["position_embeddings"][0]
+    like = kwargs["position_embeddings"]
     probe = {name: None if isinstance(value, Cache) else value for name, value in kwargs.items()}
-    probe["position_embeddings"] = (cos.to(like), sin.to(like))
+    if isinstance(like, Tensor):
+        probe["position_embeddings"] = torch.complex(cos.to(like.real), sin.to(like.real))
+    else:
+        probe["position_embeddings"] = (cos.to(like[0]), sin.to(like[0]))
     token = _PROBING.set(True)
     try:
         module.forward(*args, **probe)

@@ -47,8 +47,9 @@ def save(session: SessionCaches, cache: LongreachCache, path: PathLike, tokens: 
     ids = None if tokens is None else _checked_tokens(tokens, cache)
     entries, layers = dict[str, Entry](), range(len(kv.memory))
     for layer in layers:
-        for number, name in enumerate("kv"):
-            held = kv._held(layer)[number]
+        pair = kv._held(layer)
+        for number, name in enumerate("k" if pair[1] is pair[0] else "kv"):
+            held = pair[number]
             shape = (sum(kv.slots_in_use(layer)), held.shape[1], held.shape[3])
             entries[f"{name}/{layer}"] = Entry(held.dtype, shape, partial(packed, kv, layer, number))
     entries |= {name: Entry.of(x) for name, x in cache.states.to_save().items()}
@@ -88,7 +89,7 @@ def load(session: SessionCaches, path: PathLike, config: CacheConfig | None = No
 def _read(session: SessionCaches, cache: LongreachCache, file: CacheFile, lengths: list[int], columns: int) -> None:
     """Fill a new cache, which is not used after an error."""
     header, layers = file.header, range(len(cache.kv.memory))
-    pairs = ((file.read(f"k/{layer}"), file.read(f"v/{layer}")) for layer in layers)
+    pairs = (_pair(session, file, layer) for layer in layers)
     restore(cache.kv, lengths, header["dropped"], header["evicted_at"], pairs)
     mask = file.read("mask").bool() if "mask" in file.names else None
     cache.grow(columns, mask)
@@ -107,6 +108,12 @@ def _read(session: SessionCaches, cache: LongreachCache, file: CacheFile, length
     cache.saved_tokens = file.read("tokens") if "tokens" in file.names else None
 
 
+def _pair(session: SessionCaches, file: CacheFile, layer: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a layer: one tensor twice for MLA, whose values lie in the keys."""
+    keys = file.read(f"k/{layer}")
+    return keys, keys if session._shape.values_in_keys else file.read(f"v/{layer}")
+
+
 def _methods(session: SessionCaches) -> tuple[AttentionMethod, ...]:
     return tuple(dict.fromkeys((session.decode, *session.observers)))
 
@@ -115,7 +122,7 @@ def _first_call(session: SessionCaches, cache: LongreachCache, layer: int) -> La
     """A call without rows, by which a layer's state is made."""
     view, shape = cache.kv.view_of_all(layer), session._shape
     none = torch.empty(0, dtype=torch.int64, device=view.k.device)
-    rows = Rows(view.k.new_empty(0, shape.query_heads, shape.head_dim), none, none)
+    rows = Rows(view.k.new_empty(0, shape.query_heads, view.k.shape[3]), none, none)
     slots = torch.arange(cache.batch, device=view.k.device)
     return LayerCall(layer, rows, view, slots, 1.0, phase="prefill", model=shape)
 

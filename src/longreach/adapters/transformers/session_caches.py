@@ -75,13 +75,13 @@ class SessionCaches:
         """The fingerprint of the model as it is now; weights are hashed again only if they may have changed."""
         known = self._fingerprint
         if known is None or not known.holds(self.model) or not known.sampled_alike(self.model):
-            known = self._fingerprint = fingerprint(self.model)
+            known = self._fingerprint = fingerprint(self.model, chunks=False)
         return known
 
     def new_cache(self, batch: int = 1, config: CacheConfig | None = None) -> LongreachCache:
         """An empty cache for `batch` sequences, to pass as `past_key_values`. config: default the session's."""
         kept = config or self.cache_config
-        check_host(kept, self.evict)
+        check_host(kept, self.evict, self._shape)
         check_host_attend(kept, self.model.device, self.impl)
         resident = self.resident_layers() if kept.host else ()
         theirs = DynamicCache(config=text_config(self.model)).layers if self.facts.hybrid else None

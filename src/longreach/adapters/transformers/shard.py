@@ -21,6 +21,11 @@ def shard_of(attention: nn.Module, kv_heads: int) -> HeadShard:
 
     for weight in attention.parameters():
         if isinstance(weight, DTensor) and any(isinstance(p, Shard) for p in weight.placements):
+            if hasattr(attention, "kv_lora_rank"):
+                raise Unsupported(
+                    f"{type(attention).__name__} has one latent KV head (MLA), which ranks cannot share out; load the "
+                    f"model on one device, without a tensor-parallel plan"
+                )
             mesh, total = tensor_parallel(weight.device_mesh), _all_heads(attention)
             if kv_heads == total:  # the plan gathers heads before attention, as Phi-3's does
                 return whole

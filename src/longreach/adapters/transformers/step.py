@@ -63,7 +63,8 @@ class ModelFacts:
     modules: each layer's attention module and its parent, for fusion; None until they are looked for. shards: which KV
     heads this rank holds of each layer, for layers that have run or were asked. numbers: the model's number of each
     layer that attends -> its number here, for a hybrid model; None where all attend. continued: () until it was found
-    whether recurrent layers continue a text in a pass of several tokens, then the reason why not, else None.
+    whether recurrent layers continue a text in a pass of several tokens, then the reason why not, else None. latent:
+    whether layers cache one vector a token (MLA).
     """
 
     shape: ModelShape
@@ -77,6 +78,7 @@ class ModelFacts:
     shards: dict[int, HeadShard] = field(default_factory=dict)
     numbers: dict[int, int] | None = None
     continued: tuple[str | None, ...] = ()
+    latent: bool = False
 
     @property
     def hybrid(self) -> bool:
@@ -160,7 +162,9 @@ class Step:
     def view_of(self, k: Tensor, v: Tensor) -> KVView:
         """The new tokens alone as a KVView, without a copy where nothing is padded; gradients flow."""
         if self.real is None:
-            return KVView(k.contiguous(), v.contiguous(), self.append.at(0).seq_lens)
+            keys = k.contiguous()
+            values = keys if v is k else v.contiguous()
+            return KVView(keys, values, self.append.at(0).seq_lens, values_in_keys=v is k)
         batch, length = self.shape
 
         def packed(x: Tensor) -> Tensor:
@@ -168,7 +172,8 @@ class Step:
             place = (self.append.seq, self.append.pos)
             return rows.new_zeros(batch, length, *rows.shape[1:]).index_put(place, rows).transpose(1, 2)
 
-        return KVView(packed(k), packed(v), self.append.at(0).seq_lens)
+        keys = packed(k)
+        return KVView(keys, keys if v is k else packed(v), self.append.at(0).seq_lens, values_in_keys=v is k)
 
 
 _STEP: ContextVar[Step | None] = ContextVar("longreach_step", default=None)

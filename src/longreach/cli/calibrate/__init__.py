@@ -1,10 +1,8 @@
 """`longreach calibrate`: plans, made of what a model does with a text.
 
 A kind of plan is a file of this folder and a name in KINDS. The file has HELP, EXAMPLES, `add_arguments(parser)`, which
-calls `common.add_prompts`, and `run(args) -> int`, which makes a `common.Work`, lets it gather (a `Gather` of
-evals/calibration/<kind>.py takes what it needs of each prompt) or measure (where one dense read is not enough), makes
-values and arrays of the parts (pure functions of methods/<kind>/calibrate.py, or of its plan) and gives them to
-`Work.save`. Prompts, progress, the journal and a plan's account of its calibration are the same for all kinds.
+calls `common.add_prompts`, and `options(args)`, the kind's `Calibration` of evals/calibration/<kind>.py.
+`longreach.calibrate` makes the same plan in Python.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ import argparse
 from importlib import import_module
 from typing import Any
 
+from longreach.cli.calibrate.common import write_plan
 from longreach.cli.common import add_command
 
 NAME = "calibrate"
@@ -35,4 +34,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return int(_module(args.kind).run(args))
+    return write_plan(args, _module(args.kind).options(args))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import TYPE_CHECKING
 
-from longreach.cli.calibrate.common import Work, add_prompts
+from longreach.cli.calibrate.common import add_prompts
 from longreach.cli.common import positive
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from longreach.methods.call import ModelShape
+    from longreach.evals.calibration.base import Calibration
 
 HELP = "find the layer in which a question chooses the best tokens to recompute"
 EXAMPLES = (
@@ -32,31 +31,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "(default 512)")  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
-    if not 0 < args.ratio < 1:
-        raise InvalidInput(f"--ratio: expected a number above 0 and below 1, got {args.ratio}")
+def options(args: argparse.Namespace) -> Calibration:
+    from longreach.evals.calibration.run import calibration
 
-    def fits(shape: ModelShape) -> None:
-        layers_of(args.layers, shape.layers)
-
-    settings = {"ratio": args.ratio, "layers": args.layers or "all", "chunk_tokens": args.chunk_tokens}
-    work = Work(args, settings, fits=fits, chunk_tokens=args.chunk_tokens)
-    from longreach.evals.calibration.a3_deep import measure
-    from longreach.methods.fusion.plan import A3DeepPlan
-
-    layers = layers_of(args.layers, work.shape.layers)
-    parts = work.measure(partial(measure, work.model, work.tokenizer, work.prompts.prompts, layers, args.ratio))
-    return work.show_plan(work.save(A3DeepPlan.of_parts(parts, layers, args.ratio).values(), {}))
+    return calibration("a3_deep", ratio=args.ratio, layers=_layers(args.layers), chunk_tokens=args.chunk_tokens)
 
 
-def layers_of(text: str | None, count: int) -> list[int]:
-    """The layers that --layers names of a model's `count`, ascending. Raises InvalidInput for others."""
+def _layers(text: str | None) -> tuple[int, ...] | None:
+    """The layers that --layers names, None for all. Raises InvalidInput for text that names none."""
     if text is None:
-        return list(range(count))
+        return None
     try:
-        layers = sorted({int(word) for word in text.split(",")})
+        return tuple(int(word) for word in text.split(","))
     except ValueError as error:
         raise InvalidInput(f"--layers {text}: expected layer numbers, such as 4,8") from error
-    if not 0 <= layers[0] <= layers[-1] < count:
-        raise InvalidInput(f"--layers {text}: expected layers of the model, 0 to {count - 1}")
-    return layers

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import time
+import sys
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,9 @@ from longreach.cli.common import add_chunk_size, add_json, add_model, count, loa
 from longreach.cli.show import console, duration, emit, progress, waiting
 
 if TYPE_CHECKING:
-    from longreach.evals.calibration.gather import Gather
+    from longreach.evals.calibration.base import Calibration
+    from longreach.evals.calibration.run import CalibrationRun
     from longreach.methods.call import ModelShape
-    from longreach.plans import Plan
 
 
 def add_prompts(parser: argparse.ArgumentParser, output: bool = True, tasks: str | None = None) -> None:
@@ -43,116 +42,66 @@ def add_prompts(parser: argparse.ArgumentParser, output: bool = True, tasks: str
     add_json(parser)
 
 
-class Work:
-    """A model, and prompts to calibrate it on.
+def prepared(
+    args: argparse.Namespace,
+    settings: Mapping[str, Any],
+    least: Callable[[ModelShape], int] = lambda shape: 1,
+    fits: Callable[[ModelShape], None] = lambda shape: None,
+    record: Path | None = None,
+    chunk_tokens: int | None = None,
+) -> CalibrationRun:
+    """The run that the arguments describe: loads the model and makes the prompts.
 
     settings: further options that affect the gathered parts. least: the fewest tokens of a prompt, for a model's shape.
     fits: raises if the options do not fit the model, before its weights are loaded. record: the file that is written if
     it is not a plan; the journal is in its folder (default: the plan, args.output). chunk_tokens: of a document's chunk
     at most, for prompts that are cut into chunks; None for prompts that are not.
     """
+    from longreach.records import check_writable
+    from longreach.tasks import registry
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        settings: Mapping[str, Any],
-        least: Callable[[ModelShape], int] = lambda shape: 1,
-        fits: Callable[[ModelShape], None] = lambda shape: None,
-        record: Path | None = None,
-        chunk_tokens: int | None = None,
-    ):
-        from longreach.records import check_writable
-        from longreach.tasks import registry
+    output: Path = args.output if record is None else record
+    check_writable(output)
+    tasks = registry.choose(args.tasks) if args.tasks else []
+    with waiting("loading the model"):
+        from longreach.adapters.transformers import shape_at
+        from longreach.evals.calibration.run import CalibrationRun, PromptChoice
+        from longreach.evals.model_info import model_info
 
-        self.output: Path = args.output if record is None else record
-        check_writable(self.output)
-        tasks = registry.choose(args.tasks) if args.tasks else []
-        with waiting("loading the model"):
-            from longreach.adapters.transformers import model_path, shape_at, shape_of
-            from longreach.evals.calibration.prompts import make
-            from longreach.evals.model_info import model_info
-            from longreach.records import environment
+        fits(shape_at(args.model))
+        model, tokenizer = load_model(args)
+        about = model_info(model, args.model)
+    chosen = PromptChoice(
+        args.text, tasks, args.length, args.prompts, args.seed, args.haystack, args.prefill_chunk_size
+    )  # fmt: skip
+    return CalibrationRun(
+        getattr(args, "kind", args.verb), model, tokenizer, about, chosen, settings, output=output, least=least,
+        chunk_tokens=chunk_tokens, progress=progress,
+    )  # fmt: skip
 
-            fits(shape_at(args.model))
-            self.model, self.tokenizer = load_model(args)
-            self.shape, self.name = shape_of(self.model), model_path(args.model).name
-            self.about, self.where = model_info(self.model, args.model), environment(self.model.device)
-        total = args.prompts * (len(tasks) + bool(args.text))
-        with progress("making prompts", total) as advance:
-            self.prompts = make(
-                self.model, self.tokenizer, args.text, tasks, length=args.length, count=args.prompts,
-                least=least(self.shape), seed=args.seed, haystack=args.haystack, made=advance,
-                chunk_tokens=chunk_tokens,
-            )  # fmt: skip
-        self.settings = {
-            "length": args.length, "prompts": args.prompts, "prefill_chunk_size": args.prefill_chunk_size,
-            "dtype": self.about["dtype"], **settings,
-        }  # fmt: skip
-        self.args = args
-        self.seconds, self.before = 0.0, 0
 
-    def gather(self, what: Gather) -> list[Any]:
-        """What each prompt gave; those of an interrupted run are taken over."""
-        from longreach.evals.calibration.gather import gather
+def write_plan(args: argparse.Namespace, options: Calibration) -> int:
+    """Calibrate, write the plan to --output and print it, as JSON with --json; the exit code, 0."""
+    from longreach.cli.plan.show import describe, show
 
-        return self.measure(partial(gather, self.model, self.prompts.prompts, what))
+    run = prepared(
+        args, options.settings(), least=options.least_tokens, fits=options.check, chunk_tokens=options.chunk_tokens
+    )
+    remark = options.remark(run)
+    if remark is not None:
+        print(f"longreach: {remark}", file=sys.stderr)
+    plan = run.plan(options.make(run))
+    if args.json:
+        emit({**describe(plan), "output": str(run.output), "seconds": run.seconds})
+    else:
+        show(plan)
+        console().print(summary(run), soft_wrap=True)
+    return 0
 
-    def measure(self, each: Callable[..., list[Any]]) -> list[Any]:
-        """As `gather`, of each(chunk=, progress=, done=, keep=): a function like `gather` of all prompts."""
-        from longreach.records import Journal
 
-        said = {
-            "calibrate": getattr(self.args, "kind", self.args.verb),
-            "model": self.about,
-            "settings": self.settings,
-            "seed": self.args.seed,
-            "data": self.prompts.data,
-            "sha256": self.prompts.sha256,
-            **self.where,
-        }
-        started = time.perf_counter()
-        self.journal = Journal(self.output, said)
-        self.before = len(self.journal.done)
-        with self.journal as journal:
-            parts = each(chunk=self.args.prefill_chunk_size, progress=progress, done=journal.done, keep=journal.add)
-        self.seconds = time.perf_counter() - started
-        return parts
-
-    def summary(self) -> str:
-        """One line: the file that was written, and the time that reading the prompts took."""
-        total, rest = len(self.prompts.prompts), ""
-        if self.before:
-            rest = f", the last {total - self.before} of {total} prompts; the others by an earlier run"
-        return f"{self.output}: prompts read in {duration(self.seconds)}{rest}"
-
-    def show_plan(self, plan: Plan) -> int:
-        """Print the plan, as JSON with --json; the exit code, 0."""
-        from longreach.cli.plan.show import describe, show
-
-        if self.args.json:
-            emit({**describe(plan), "output": str(self.output), "seconds": self.seconds})
-        else:
-            show(plan)
-            console().print(self.summary(), soft_wrap=True)
-        return 0
-
-    def save(self, values: Mapping[str, Any], arrays: Mapping[str, Any], **settings: Any) -> Plan:
-        """The plan, written to --output. The journal is removed.
-
-        settings: options that the plan depends on in addition to those of `gather`.
-        """
-        import longreach
-        from longreach.plans import Made, Plan, PlannedModel
-
-        versions, device = self.where["versions"], self.where["device"]
-        commit = self.where["commit"]
-        made = Made(
-            data=self.prompts.data, sha256=self.prompts.sha256, tokens=self.prompts.tokens,
-            settings={**self.settings, **settings}, seed=self.args.seed, longreach=longreach.__version__,
-            commit=f"{commit}+dirty" if commit and self.where["dirty"] else commit,
-            torch=versions["torch"], transformers=versions["transformers"], device=device["name"],
-        )  # fmt: skip
-        plan = Plan(self.args.kind, PlannedModel.of(self.name, self.shape), values, made, arrays)
-        plan.save(self.output)
-        self.journal.remove()
-        return plan
+def summary(run: CalibrationRun) -> str:
+    """One line: the file that was written, and the time that reading the prompts took."""
+    total, rest = len(run.prompts.prompts), ""
+    if run.before:
+        rest = f", the last {total - run.before} of {total} prompts; the others by an earlier run"
+    return f"{run.output}: prompts read in {duration(run.seconds)}{rest}"

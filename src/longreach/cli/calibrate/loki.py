@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from longreach.cli.calibrate.common import Work, add_prompts
+from longreach.cli.calibrate.common import add_prompts
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.base import Calibration
 
 HELP = "find the directions in which a model's keys vary most, after rotation"
 EXAMPLES = (
@@ -17,9 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompts(parser)
 
 
-def run(args: argparse.Namespace) -> int:
-    work = Work(args, {}, least=lambda shape: 2)
-    from longreach.evals.calibration.loki import LokiGather, calibrated
+def options(args: argparse.Namespace) -> Calibration:
+    from longreach.evals.calibration.run import calibration
 
-    plan = work.save({}, calibrated(work.gather(LokiGather(work.shape))).arrays())
-    return work.show_plan(plan)
+    return calibration("loki")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from longreach.cli.calibrate.common import Work, add_prompts
+from longreach.cli.calibrate.common import add_prompts
 from longreach.cli.common import count, positive
-from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.base import Calibration
 
 HELP = "find MAC's bands, windows and thresholds, and the energy of a model's keys, layer by layer"
 EXAMPLES = (
@@ -32,17 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         help="rows measured in a prompt (default 64)")  # fmt: skip
 
 
-def run(args: argparse.Namespace) -> int:
-    for name in ("epsilon", "alpha"):
-        value = getattr(args, name)
-        if not 0 < value < 1:
-            raise InvalidInput(f"{name}: expected a share in (0, 1), got {value}; choose another --{name}")
-    gathered = {"window": args.window, "widest": args.widest, "sinks": args.sinks, "rows": args.rows}
-    work = Work(args, gathered, least=lambda shape: args.window + max(args.window, 2 * args.widest) + 2)
-    from longreach.evals.calibration.mac import MACGather, calibrated
+def options(args: argparse.Namespace) -> Calibration:
+    from longreach.evals.calibration.run import calibration
 
-    what = MACGather(work.shape, **gathered)
-    chosen = {"alpha": args.alpha, "epsilon": args.epsilon}
-    found, rests = calibrated(what, work.gather(what), **chosen)
-    plan = work.save({**found.values(), **rests}, found.arrays(), **chosen)
-    return work.show_plan(plan)
+    names = ("epsilon", "alpha", "window", "widest", "sinks", "rows")
+    return calibration("mac", **{name: getattr(args, name) for name in names})

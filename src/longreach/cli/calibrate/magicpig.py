@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
-from longreach.cli.calibrate.common import Work, add_prompts
+from longreach.cli.calibrate.common import add_prompts
 from longreach.cli.common import count, positive
-from longreach.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.base import Calibration
 
 HELP = "choose MagicPIG's bits and tables for each layer, and its dense layers, by the expected error at a budget"
 EXAMPLES = (
@@ -45,27 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def run(args: argparse.Namespace) -> int:
-    from longreach.methods.magicpig import MagicPIG
-    from longreach.methods.magicpig.calibrate import tokens_needed
-    from longreach.methods.magicpig.plan import Options
+def options(args: argparse.Namespace) -> Calibration:
+    from longreach.evals.calibration.run import calibration
 
-    if not 0 < args.budget <= 1:
-        raise InvalidInput(f"budget: expected a share in (0, 1], got {args.budget}; choose another --budget")
-    if args.memory is not None and not args.memory > 0:
-        raise InvalidInput(f"memory: expected a share > 0, got {args.memory}; choose another --memory")
-    given = {
-        "seed": args.hash_seed, "least": args.least, "share": args.share, "sinks": args.sinks, "local": args.local,
-        "seal": args.seal, "centre": args.centre,
-    }  # fmt: skip
-    schedule = MagicPIG(**given).schedule  # the method checks its options
-    gathered = {"rows": args.rows, "keys": args.keys}
-    settings = {**gathered, **{"hash_seed" if name == "seed" else name: value for name, value in given.items()}}
-    work = Work(args, settings, least=lambda shape: tokens_needed(schedule, args.rows))
-    from longreach.evals.calibration.magicpig import MagicPIGGather, calibrated
-
-    what = MagicPIGGather(work.shape, Options(**given), **gathered)
-    chosen = {"budget": args.budget, "memory": args.memory}
-    found = calibrated(what, work.gather(what), **chosen, length=args.length)
-    plan = work.save(found.values(), found.arrays(), **chosen)
-    return work.show_plan(plan)
+    names = ("budget", "memory", "rows", "keys", "hash_seed", "share", "least", "sinks", "local", "seal", "centre")
+    return calibration("magicpig", **{name: getattr(args, name) for name in names})

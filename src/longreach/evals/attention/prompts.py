@@ -75,6 +75,6 @@ def make(name: str, tokenizer: Any, length: int, seed: int, number: int, total: 
 
 def _text(tokenizer: Any, sample: Sample) -> tuple[str, bool]:
     """A sample as the model is asked it, up to the answer, and whether special tokens are still to be put to it."""
-    turn = f"{sample.context}\n\n{sample.question}"
+    turn = f"{sample.context}{sample.joint}{sample.question}"
     written = chat(tokenizer, turn)
     return (f"{turn} {sample.begun}", True) if written is None else (f"{written}{sample.begun}", False)

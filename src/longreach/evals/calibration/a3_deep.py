@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,12 +14,18 @@ from longreach.adapters.transformers import CHUNK, FusedPrompt, LongreachCache, 
 from longreach.adapters.transformers.prompt_tokens import uses_chunk_frequencies
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
+from longreach.evals.calibration.base import Calibration, PlanContent, check_count
 from longreach.evals.calibration.prompts import Prompt
 from longreach.evals.compare import divergence
 from longreach.evals.fusion.chunks import FusedPrompts
 from longreach.evals.progress import Progress, unseen
+from longreach.methods.call import ModelShape
 from longreach.methods.fusion import PIE, A3Deep
 from longreach.methods.fusion.base import best
+from longreach.methods.fusion.plan import A3DeepPlan
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.run import CalibrationRun
 
 
 def measure(
@@ -87,3 +95,46 @@ def _along(session: Session, cache: LongreachCache, logits: Tensor, answer: Sequ
         more = session.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         rows = torch.cat([rows, more.float()])
     return rows.double().log_softmax(-1)
+
+
+@dataclass(frozen=True)
+class A3DeepCalibration(Calibration):
+    """The layer in which a question's attention chooses the tokens to recompute.
+
+    ratio: share of a prompt's tokens that is recomputed. layers: those to try, ascending; None: all. Each takes a fused
+    read a prompt. chunk_tokens: of a document's chunk at most.
+    """
+
+    kind: ClassVar[str] = "a3_deep"
+    tasks: ClassVar[str | None] = "vt,qa_synthetic_1,qa_synthetic_2"
+
+    ratio: float = 0.15
+    layers: tuple[int, ...] | None = None
+    chunk_tokens: int = 512  # type: ignore[assignment]  # a field in place of the base's property
+
+    def __post_init__(self) -> None:
+        if not 0 < self.ratio < 1:
+            raise InvalidInput(f"ratio: expected a number above 0 and below 1, got {self.ratio}; choose another")
+        check_count("chunk_tokens", self.chunk_tokens)
+
+    def check(self, shape: ModelShape) -> None:
+        self._layers(shape)
+
+    def _layers(self, shape: ModelShape) -> list[int]:
+        if self.layers is None:
+            return list(range(shape.layers))
+        layers = sorted(set(self.layers))
+        if not layers or not 0 <= layers[0] <= layers[-1] < shape.layers:
+            raise InvalidInput(
+                f"layers {','.join(map(str, self.layers))}: expected layers of the model, 0 to {shape.layers - 1}"
+            )
+        return layers
+
+    def settings(self) -> dict[str, Any]:
+        layers = "all" if self.layers is None else ",".join(map(str, self.layers))
+        return {"ratio": self.ratio, "layers": layers, "chunk_tokens": self.chunk_tokens}
+
+    def make(self, run: CalibrationRun) -> PlanContent:
+        layers = self._layers(run.shape)
+        parts = run.measure(partial(measure, run.model, run.tokenizer, run.prompts.prompts, layers, self.ratio))
+        return PlanContent(A3DeepPlan.of_parts(parts, layers, self.ratio).values(), {})

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.evals.attention.weights import window_of
+from longreach.evals.calibration.base import Calibration, PlanContent, check_count
 from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.kascade.anchors import check_anchors
 from longreach.methods.kascade.calibrate import (
     TILE,
     K,
@@ -23,9 +25,15 @@ from longreach.methods.kascade.calibrate import (
     change,
     pooled_over_tiles,
     tile_tokens,
+    tokens_needed,
 )
-from longreach.methods.kascade.calibration_result import CalibrationResult
+from longreach.methods.kascade.calibration_result import SERVED, CalibrationResult, check_ranks
 from longreach.ops import KVView, Rows
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.run import CalibrationRun
+
+FEW = 4  # tiles: the least over so few means little
 
 
 class KascadeGather(Gather):
@@ -103,3 +111,64 @@ def calibrated(parts: Sequence[Any]) -> CalibrationResult:
     return CalibrationResult.mean(
         layers, [unpacked(p["similarity"]) for p in parts], [unpacked(p["importance"]) for p in parts]
     )
+
+
+@dataclass(frozen=True)
+class KascadeCalibration(Calibration):
+    """Anchor layers and head map for Kascade.
+
+    budget: layers that choose keys, the first layer among them; None: the fewest that meet `served`. served: without
+    budget, the share of its best attention weight that every layer must find on the keys of its anchor. weighted:
+    whether layers count by how much their attention turns the residual stream. ranks: of tensor parallelism. k: keys
+    that a tile chooses. tile: query rows that choose together, the query heads of a KV head counted.
+    """
+
+    kind: ClassVar[str] = "kascade"
+
+    budget: int | None = None
+    served: float | None = None
+    weighted: bool = False
+    ranks: int = 1
+    k: int = K
+    tile: int = TILE
+
+    def __post_init__(self) -> None:
+        if self.budget is not None and self.served is not None:
+            raise InvalidInput("budget fixes the number of anchors, and served finds one; give one of them")
+        if self.budget is not None and self.budget < 1:
+            raise InvalidInput(f"budget: expected at least 1 anchor, got {self.budget}; choose another (--budget)")
+        if self.served is not None and not 0 <= self.served <= 1:
+            raise InvalidInput(f"served: expected a share in [0, 1], got {self.served}; choose another (--served)")
+        for name in ("ranks", "k", "tile"):
+            check_count(name, getattr(self, name))
+
+    def check(self, shape: ModelShape) -> None:
+        if self.budget is not None:
+            check_anchors(self.budget, shape.layers)
+        check_ranks(self.ranks, shape.kv_heads)
+
+    def least_tokens(self, shape: ModelShape) -> int:
+        return tokens_needed(self.k, self.tile, shape.query_heads // shape.kv_heads)
+
+    def settings(self) -> dict[str, Any]:
+        return {"k": self.k, "tile": self.tile}
+
+    def remark(self, run: CalibrationRun) -> str | None:
+        tokens = tile_tokens(self.tile, run.shape.query_heads // run.shape.kv_heads)
+        length = min(len(prompt.tokens) for prompt in run.prompts.prompts)
+        tiles = sum(start > self.k for start in range(0, length, tokens))
+        if tiles >= FEW:
+            return None
+        return (
+            f"the shortest prompt has {length} tokens, and {tiles} of its tiles of {tokens} tokens more than {self.k} "
+            f"keys before them: too few to go by; raise --length"
+        )
+
+    def make(self, run: CalibrationRun) -> PlanContent:
+        found = calibrated(run.gather(KascadeGather(run.shape, k=self.k, tile=self.tile)))
+        found = replace(found, ranks=self.ranks, weighted=self.weighted)
+        served = SERVED if self.served is None else self.served
+        chosen = found.plan(self.budget, self.k, self.tile, served)
+        how = {"budget": len(chosen.anchors), **({"served": served} if self.budget is None else {})}
+        more = {**how, "ranks": self.ranks, "weighted": self.weighted}
+        return PlanContent(found.values(chosen), found.arrays(), more)

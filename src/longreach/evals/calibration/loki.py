@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from longreach.evals.calibration.base import Calibration, PlanContent
 from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.loki.calibrate import Moments, moments, principal, together
+from longreach.methods.loki.calibrate import Moments, moments_of, principal, together
 from longreach.methods.loki.plan import LokiPlan
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.run import CalibrationRun
 
 
 class LokiGather(Gather):
@@ -27,7 +32,8 @@ class LokiGather(Gather):
     def layer(self, call: LayerCall, outcome: Outcome) -> None:
         page, offset = call.kv.locate(call.rows.seq.long(), call.rows.pos.long())
         mine = self._found[call.layer]
-        mine.append(moments(call.kv.k[page, :, offset]))
+        shape = self.shape.kv_heads, self.shape.head_dim
+        mine.append(moments_of(shape, call.kv.k[page, :, offset]))
         mine[:] = [together(mine)]
 
     def finish(self) -> dict[str, Any]:
@@ -52,3 +58,16 @@ def _moments(part: Any) -> Moments:
     covariance[..., row, column] = half
     covariance[..., column, row] = half
     return Moments(part["keys"], mean, covariance + mean[..., :, None] * mean[..., None, :])
+
+
+@dataclass(frozen=True)
+class LokiCalibration(Calibration):
+    """Directions for Loki, in which the keys of each layer and head vary most. It has no options."""
+
+    kind: ClassVar[str] = "loki"
+
+    def least_tokens(self, shape: ModelShape) -> int:
+        return 2
+
+    def make(self, run: CalibrationRun) -> PlanContent:
+        return PlanContent({}, calibrated(run.gather(LokiGather(run.shape))).arrays())

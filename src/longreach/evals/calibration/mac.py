@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from longreach.evals.attention.weights import weights, window_of
+from longreach.evals.calibration.base import Calibration, PlanContent, check_count, check_share
 from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.mac.calibrate import BANDS, BINS, WINDOWS, counts, energy, masses, nearest, plan_of, unrelated
 from longreach.methods.mac.plan import SCALES, MACPlan, Scale
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.run import CalibrationRun
 
 
 class MACGather(Gather):
@@ -139,3 +144,41 @@ def calibrated(
         "mass": means, "windows": list(what.windows), "accepted": accepted, "taken": list(parts[0]["taken"]),
     }  # fmt: skip
     return plan, rests
+
+
+@dataclass(frozen=True)
+class MACCalibration(Calibration):
+    """Bands, windows and thresholds for MAC, and the energy of a model's keys.
+
+    epsilon: weight that may lie before a row's band. alpha: share of pairs of unrelated queries that may match. window:
+    the widest window that is tried. widest: the widest band; a layer that needs a wider one reuses nothing. sinks:
+    first tokens, left out of the weight. rows: measured in a prompt.
+    """
+
+    kind: ClassVar[str] = "mac"
+
+    epsilon: float = 0.05
+    alpha: float = 0.01
+    window: int = 1024
+    widest: int = 512
+    sinks: int = 4
+    rows: int = 64
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "alpha"):
+            check_share(name, getattr(self, name))
+        for name in ("window", "widest", "rows"):
+            check_count(name, getattr(self, name))
+        check_count("sinks", self.sinks, 0)
+
+    def least_tokens(self, shape: ModelShape) -> int:
+        return self.window + max(self.window, 2 * self.widest) + 2
+
+    def settings(self) -> dict[str, Any]:
+        return {"window": self.window, "widest": self.widest, "sinks": self.sinks, "rows": self.rows}
+
+    def make(self, run: CalibrationRun) -> PlanContent:
+        what = MACGather(run.shape, rows=self.rows, window=self.window, widest=self.widest, sinks=self.sinks)
+        chosen = {"alpha": self.alpha, "epsilon": self.epsilon}
+        found, rests = calibrated(what, run.gather(what), **chosen)
+        return PlanContent({**found.values(), **rests}, found.arrays(), chosen)

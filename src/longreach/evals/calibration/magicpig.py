@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.evals.attention.weights import weights, window_of
+from longreach.evals.calibration.base import Calibration, PlanContent, check_count, check_share
 from longreach.evals.calibration.gather import Gather, packed, unpacked
 from longreach.evals.calibration.prompts import Prompt
 from longreach.methods.base import Outcome
 from longreach.methods.call import LayerCall, ModelShape
-from longreach.methods.magicpig.calibrate import PAIRS, centre_of, counted, expected_error
+from longreach.methods.magicpig import MagicPIG
+from longreach.methods.magicpig.calibrate import PAIRS, centre_of, counted, expected_error, tokens_needed
+from longreach.methods.magicpig.method import check_shape
 from longreach.methods.magicpig.plan import ARRAYS, MagicPIGPlan, Options, Pair
 from longreach.methods.magicpig.schedule import Schedule
 from longreach.ops import Rows
+
+if TYPE_CHECKING:
+    from longreach.evals.calibration.run import CalibrationRun
 
 
 class MagicPIGGather(Gather):
@@ -100,3 +106,58 @@ def calibrated(
         heads=(shape.query_heads, shape.kv_heads, shape.head_dim), **arrays,
     )  # fmt: skip
     return replace(plan, chosen=plan.choose(budget, memory))
+
+
+@dataclass(frozen=True)
+class MagicPIGCalibration(Calibration):
+    """Bits and tables of each layer for MagicPIG, and its dense layers, for a budget of bytes.
+
+    budget: bytes that a decode step reads after a prompt's tokens, over dense attention's, all layers together. memory:
+    the most memory of tables over that of keys and values; None: no limit. rows: last rows of each prompt that are
+    measured. keys: of each prompt, hashed to count reads. hash_seed: the method's `seed`. share, least, sinks, local,
+    seal, centre: options of the method.
+    """
+
+    kind: ClassVar[str] = "magicpig"
+
+    budget: float = 0.2
+    memory: float | None = None
+    rows: int = 16
+    keys: int = 1024
+    hash_seed: int = 0
+    share: Literal["group", "own"] = "group"
+    least: int = 2
+    sinks: int = 4
+    local: int = 64
+    seal: int = 256
+    centre: int = 1024
+
+    def __post_init__(self) -> None:
+        check_share("budget", self.budget, top=True)
+        if self.memory is not None and not self.memory > 0:
+            raise InvalidInput(f"memory: expected a share > 0, got {self.memory}; choose another (--memory)")
+        for name in ("rows", "keys"):
+            check_count(name, getattr(self, name))
+        MagicPIG(**self._given())  # the method checks its options
+
+    def _given(self) -> dict[str, Any]:
+        """The options of the method."""
+        names = ("least", "share", "sinks", "local", "seal", "centre")
+        return {"seed": self.hash_seed, **{name: getattr(self, name) for name in names}}
+
+    def check(self, shape: ModelShape) -> None:
+        check_shape(shape)
+
+    def least_tokens(self, shape: ModelShape) -> int:
+        return tokens_needed(MagicPIG(**self._given()).schedule, self.rows)
+
+    def settings(self) -> dict[str, Any]:
+        given = {"hash_seed" if name == "seed" else name: value for name, value in self._given().items()}
+        return {"rows": self.rows, "keys": self.keys, **given}
+
+    def make(self, run: CalibrationRun) -> PlanContent:
+        what = MagicPIGGather(run.shape, Options(**self._given()), rows=self.rows, keys=self.keys)
+        chosen = {"budget": self.budget, "memory": self.memory}
+        parts = run.gather(what)
+        found = calibrated(what, parts, budget=self.budget, memory=self.memory, length=run.chosen.length)
+        return PlanContent(found.values(), found.arrays(), chosen)

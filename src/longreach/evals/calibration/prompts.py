@@ -56,7 +56,7 @@ class Prompts:
 def make(
     model: Any,
     tokenizer: Any,
-    texts: Sequence[Path],
+    texts: Sequence[Path | Text],
     tasks: Sequence[Task],
     *,
     length: int,
@@ -89,7 +89,7 @@ def make(
         raise InvalidInput(f"--length: expected at most {limit} tokens, the model's context, got {length}; lower it")
     parts, prompts = list[str](), list[Prompt]()
     if texts:
-        read = [read_text(path, tokenizer) for path in texts]
+        read = [one if isinstance(one, Text) else read_text(one, tokenizer) for one in texts]
         prompts += windows(read, encode(tokenizer, ""), length, count)
         parts.append(f"{counted(count, 'window')} of {', '.join(text.name for text in read)}")
         made(count)

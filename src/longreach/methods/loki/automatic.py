@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longreach.methods.loki.calibrate import Moments, moments, principal
+from longreach.methods.loki.calibrate import Moments, moments_of, principal
 from longreach.methods.loki.plan import KIND, LokiPlan
 from longreach.methods.plan_maker import PlanMaker, PlanParts, PromptRead
 from longreach.ops import KVView
@@ -27,7 +27,8 @@ class LokiMaker(PlanMaker):
     def make(self, prompt: PromptRead) -> PlanParts:
         every = -(-prompt.length // KEYS)
         slots = torch.arange(0, prompt.length, every, device=prompt.views[0].k.device)
-        each = [moments(_keys(view, prompt.slot, slots)) for view in prompt.views]
+        shape = prompt.model.kv_heads, prompt.model.head_dim
+        each = [moments_of(shape, _keys(view, prompt.slot, slots)) for view in prompt.views]
         together = Moments(len(slots), torch.stack([m.mean for m in each]), torch.stack([m.product for m in each]))
         basis, variance = principal(together)
         return PlanParts({}, LokiPlan(basis.float().cpu(), variance.float().cpu()).arrays(), {"every": every})

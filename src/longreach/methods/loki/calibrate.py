@@ -23,6 +23,17 @@ def moments(k: Tensor) -> Moments:
     return Moments(k.shape[0], k.mean(0), torch.einsum("ngd,nge->gde", k, k) / k.shape[0])
 
 
+def moments_of(shape: tuple[int, int], k: Tensor) -> Moments:
+    """As `moments`, [G, D] and [G, D, D] with G, D = shape; zeros for keys of another shape.
+
+    A layer has other keys only if it has a sliding window, where no method uses its directions.
+    """
+    if tuple(k.shape[1:]) == shape:
+        return moments(k)
+    zero = k.new_zeros(*shape, shape[1], dtype=torch.float64)
+    return Moments(k.shape[0], zero[..., 0], zero)
+
+
 def together(parts: Sequence[Moments]) -> Moments:
     """The moments of all texts together, with equal weight for each key."""
     keys = sum(part.keys for part in parts)

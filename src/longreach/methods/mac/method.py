@@ -139,10 +139,12 @@ class MAC(AttentionMethod):
                 return None
         call.refuse_evicted(self)  # before a ring is made, which would block evictions
         weight = None if plan is None or self.scale == "sqrt2d" else _weight(plan.energy[call.layer], call)
-        rule = self._rule(call.layer, plan, heads // call.kv.heads, k)
+        rule = self._rule(call.layer, plan, heads // call.kv.heads, k, call.kv.values_in_keys)
         return LayerState(slots, heads, call.kv.heads, k.shape[3], rule, weight, k)
 
-    def _rule(self, layer: int, plan: MACPlan | None, group: int, k: Tensor) -> Rule:
+    def _rule(self, layer: int, plan: MACPlan | None, group: int, k: Tensor, one: bool = False) -> Rule:
+        """one: whether key and value are one vector."""
+        dim, size, bounded = k.shape[3], k.element_size(), self.max_reuse_depth is not None
         window, band, tau, sinks = self.window, self.band, self.tau, self.sinks
         if plan is not None:
             window = plan.window[layer] if window is None else window
@@ -154,9 +156,9 @@ class MAC(AttentionMethod):
         return rule_of(
             window=window,
             band=band,
-            limit=limit_of(self.scale, tau, k.shape[3]),
+            limit=limit_of(self.scale, tau, dim),
             sinks=sinks,
-            price=row_price(group, k.shape[3], k.element_size(), bounded=self.max_reuse_depth is not None),
+            price=row_price(group, dim, size, bounded=bounded, values_in_keys=one),
             min_context=self.min_context,
             max_gap=self.max_gap,
             max_reuse_depth=self.max_reuse_depth,

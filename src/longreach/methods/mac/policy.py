@@ -16,13 +16,14 @@ def limit_of(scale: Scale, tau: float, dim: int) -> float:
     return (1.0 - tau) ** 2 * (2.0 * dim if scale == "sqrt2d" else 1.0)
 
 
-def row_price(group: int, dim: int, size: int, *, bounded: bool) -> float:
+def row_price(group: int, dim: int, size: int, *, bounded: bool, values_in_keys: bool = False) -> float:
     """Bytes of one ring row of a KV head over the bytes of one key and value.
 
-    group: query heads of the KV head. size: bytes of a number. bounded: whether depths are read too.
+    group: query heads of the KV head. size: bytes of a number. bounded: whether depths are read too. values_in_keys:
+    key and value are one vector.
     """
     row = dim * size + 4 + (2 if bounded else 0)  # query, stamp, depth
-    return group * row / (2 * dim * size)
+    return group * row / ((1 if values_in_keys else 2) * dim * size)
 
 
 def rule_of(

@@ -47,6 +47,24 @@ HASHED = {"own": Hashed(each=0.6, together=0.65, few=8), "group": Hashed(each=0.
 CHOSEN = ("bits", "tables", "dense_layers")  # options that a plan replaces
 
 
+MOST_GROUP = 16  # query heads of a KV head that share hash tables, see ops.simhash
+
+
+def check_shape(model: ModelShape) -> None:
+    """Raise InvalidInput for a model that the method does not serve."""
+    require(
+        not model.values_in_keys,
+        "magicpig: expected keys and values apart, got one latent vector for both (MLA); decode with another method",
+    )
+    group = model.query_heads // model.kv_heads
+    require(
+        group <= MOST_GROUP,
+        lambda: (
+            f"magicpig: expected at most {MOST_GROUP} query heads a KV head, got {group}; decode with another method"
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class MagicPIG(AttentionMethod):
     """Attention to sink tokens, to recent tokens, and to a sample of the keys between them.
@@ -172,6 +190,7 @@ class MagicPIG(AttentionMethod):
         )
 
     def check(self, model: ModelShape) -> None:
+        check_shape(model)
         check_layers_of("dense_layers", self.dense_layers or (), model.layers)
         plan = self.plan_for(model)
         if plan is not None and self.budget is not None:

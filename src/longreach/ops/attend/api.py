@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from longreach.ops.attend.sdpa import sdpa_for
-from longreach.ops.checks import check_logits, check_memory
+from longreach.ops.checks import Once, check_logits, check_memory, each_time
 from longreach.ops.impl import Implementations
 from longreach.ops.partial import merge
 from longreach.ops.selection import Bound, Lists, Selection, Spans, check_bound
 from longreach.ops.tile_lists import TileLists
 from longreach.ops.types import KVView, Partial, Rows, describe, require
+
+T = TypeVar("T")
 
 IMPLEMENTATIONS = Implementations(
     "attend",
@@ -79,7 +81,7 @@ def attend(
     lse = log sum exp(logit). Only filled slots at positions up to a row's own are visible to it.
     Slots that no row of the call selects are never read; those that one selects must hold numbers for all.
 
-    rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 16) of G.
+    rows: q [R, H, D]; kv: k, v [P, G, page, D] of the same dtype and device, H a multiple (1 to 128) of G.
     sink_logit: float [H], an extra logit per head that takes probability and gives no value, i.e. a merge
         with Partial(out=0, lse=sink_logit).
     impl: "auto" or one of `IMPLEMENTATIONS.names()`. "cpu" is accepted for few rows of a view with `calls`, for which
@@ -105,12 +107,15 @@ def prepare(
     softcap: float | None = None,
     sink_logit: Tensor | None = None,
     impl: str = "auto",
+    once: Once = each_time,
 ) -> Callable[[], Partial]:
     """attend with these arguments, checked and planned once: each call uses the tensors' contents at that time.
 
     For a step that runs again over the same tensors. The arguments and what is raised are those of `attend`.
+    once: on a CPU, computes once for several layers what depends on sequences, positions, lengths, the block table and
+    spans alone, for the first call. Values of an earlier step must not be given back.
     """
-    check_memory(rows, kv)
+    check_memory(rows, kv, once)
     require(isinstance(selection, Selection), lambda: f"selection: expected a Selection, got {describe(selection)}")
     selection.check(rows, kv, entries=False)
     check_logits(scale, softcap, rows, sink_logit)
@@ -120,9 +125,23 @@ def prepare(
     given: dict[str, Any] = {"scale": scale, "softcap": softcap, "sink_logit": sink_logit}
     if name == "numba" and isinstance(selection, TileLists):
         return partial(_in_two, rows, kv, selection, **given)
+    if name == "numba":
+        given["once"] = _first_time(once)
     if name in _prepare.paths:
         return _prepare.get(name, rows.q.device)(rows, kv, selection, **given)
     return partial(IMPLEMENTATIONS.get(name, rows.q.device, rows, kv), rows, kv, selection, **given)
+
+
+def _first_time(once: Once) -> Once:
+    """`once` for the first run; a later run follows what the tensors hold by then."""
+    first = True
+
+    def found(key: Hashable, make: Callable[[], T]) -> T:
+        nonlocal first
+        mine, first = first, False
+        return once(key, make) if mine else make()
+
+    return found
 
 
 def _in_two(rows: Rows, kv: KVView, selection: TileLists, *, sink_logit: Tensor | None, **given: Any) -> Partial:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend import numba_kernels as kernels
 from longreach.ops.attend.amend import Entries
+from longreach.ops.checks import Once, each_time
 from longreach.ops.numba_inputs import floats, memory_of, refuse
 from longreach.ops.numba_inputs import integers as ints
 from longreach.ops.numba_math import flat, in_turns
@@ -25,10 +28,11 @@ NO_WEIGHT, NO_LOGITS = np.zeros(1, np.float32), np.zeros((1, 1, 1, 1), np.float3
 
 
 def attend(
-    rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None
-) -> Partial:
+    rows: Rows, kv: KVView, selection: Selection, *, scale: float, softcap: float | None, sink_logit: Tensor | None,
+    once: Once = each_time,
+) -> Partial:  # fmt: skip
     refuse("attend", rows, kv, sink_logit, getattr(selection, "log_weight", None))
-    return add_sink(_attend(rows, kv, selection, scale, float(softcap or 0.0)), sink_logit)
+    return add_sink(_attend(rows, kv, selection, scale, float(softcap or 0.0), once=once), sink_logit)
 
 
 def attend_amend(
@@ -63,13 +67,55 @@ def _attend(
     *,
     kept: np.ndarray | None = None,
     part: tuple[Bound, int] | None = None,
+    once: Once = each_time,
 ) -> Partial:
     """kept: [R, G, N, group], the logits where they are known; else keys are read.
 
     part: a bound, and 0 for the selected slots before it, 1 for those from it on; None for all of them.
+    once: finds the slots of spans once for several layers.
     """
     count, heads, dim = rows.q.shape
-    group = kv.group(rows)
+    work: _Work
+    if isinstance(selection, Spans) and part is None:  # the key holds the selection, so that its id stays its own
+        key = ("numba", id(selection), heads, kv.heads, torch.get_num_threads())
+        work, _ = once(key, lambda: (_work(rows, kv, selection, None), selection))
+    else:
+        work = _work(rows, kv, selection, part)
+    given = (work.seq, work.filled, work.low, work.high, np.float32(scale), work.units, work.share)
+    units, width, parts, workers = work.units, work.width, work.parts, work.workers
+    top, total = np.empty((2, count * units, parts, width), np.float32)
+    results = (top, total, np.empty((count * units, parts, width, dim), np.float32))
+    doubt = np.zeros(1, np.int64)
+    known = (kept is not None, NO_LOGITS if kept is None else kept)
+    q = flat(rows.q.contiguous())
+    in_turns(workers, kernels.attend, q, memory_of(kv), given, work.which, softcap, known, (*results, doubt))
+    if doubt[0]:
+        selection.check_entries(rows, kv)
+    lse, whole = torch.empty(count * units, width), torch.empty(count * units, width, dim)
+    merge_pieces(*results, lse.numpy(), whole.numpy())
+    return Partial(whole.view(count, heads, dim), lse.view(count, heads))
+
+
+class _Work(NamedTuple):
+    """The slots that each unit reads, as the kernel takes them, and how the reading is shared out.
+
+    units: of a row; width: query heads of a unit; share: units of a KV head. parts: pieces of a unit.
+    """
+
+    seq: np.ndarray
+    filled: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    which: tuple[Any, ...]
+    units: int
+    width: int
+    share: int
+    parts: int
+    workers: int
+
+
+def _work(rows: Rows, kv: KVView, selection: Selection, part: tuple[Bound, int] | None) -> _Work:
+    (count, heads, _), group = rows.q.shape, kv.group(rows)
     if isinstance(selection, Spans) and selection.per == "query" and group > 1:
         same = _per_group(selection, group, *(part or ())[:1])
         if same is not None:
@@ -99,7 +145,6 @@ def _attend(
             weight, weighted = floats(selection.log_weight).reshape(-1), True
     else:
         raise Unsupported(f"attend's Numba kernel takes spans and lists, got {type(selection).__name__}")
-    given = (seq, filled, low, high, np.float32(scale), units, group if alone else 1)
     which = (spans, bounds, index, weight, weighted, begin, length, block)
     workers, most = torch.get_num_threads(), 0
     if workers > 1 and count:
@@ -110,17 +155,7 @@ def _attend(
         if count * units * most < ALONE:
             workers = 1
     parts = count_parts(workers, count * units, most)
-    top, total = np.empty((2, count * units, parts, width), np.float32)
-    results = (top, total, np.empty((count * units, parts, width, dim), np.float32))
-    doubt = np.zeros(1, np.int64)
-    known = (kept is not None, NO_LOGITS if kept is None else kept)
-    q = flat(rows.q.contiguous())
-    in_turns(workers, kernels.attend, q, memory_of(kv), given, which, softcap, known, (*results, doubt))
-    if doubt[0]:
-        selection.check_entries(rows, kv)
-    lse, whole = torch.empty(count * units, width), torch.empty(count * units, width, dim)
-    merge_pieces(*results, lse.numpy(), whole.numpy())
-    return Partial(whole.view(count, heads, dim), lse.view(count, heads))
+    return _Work(seq, filled, low, high, which, units, width, group if alone else 1, parts, workers)
 
 
 def count_parts(workers: int, units: int, most: int) -> int:

@@ -25,7 +25,7 @@ from longreach.ops.attend.triton_tuning import (
 )
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute
 from longreach.ops.tile_lists import TileLists
-from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
+from longreach.ops.types import KERNEL_GROUP, KERNEL_WIDEST, KVView, Logits, Partial, Rows, ScoringKeys
 
 FAR = (1 << 30) - 1
 MOST_DEALT = 8192  # entries of the table of items and rows that every program goes through to find its share
@@ -120,6 +120,12 @@ def refuse(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | No
         )
     if INTERPRETED and rows.q.dtype == torch.bfloat16:
         raise Unsupported("attend's Triton kernels under TRITON_INTERPRET=1: it gets bf16 wrong; use fp16, or fp32")
+    dim, group = rows.q.shape[2], rows.q.shape[1] // kv.heads
+    if dim > KERNEL_WIDEST or group > KERNEL_GROUP:
+        raise Unsupported(
+            f"attend's Triton kernels take up to {KERNEL_WIDEST} channels a head and {KERNEL_GROUP} query heads a KV "
+            f"head, got {dim} and {group}; use impl='reference'"
+        )
     if kv.capacity >= FAR:
         raise Unsupported(f"attend's Triton kernels address {FAR - 1} slots a sequence, got {kv.capacity}")
 

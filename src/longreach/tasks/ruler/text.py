@@ -6,11 +6,15 @@ import re
 from collections.abc import Sequence
 from functools import cache
 from random import Random
+from typing import Literal, get_args
 
+from longreach.errors import UnknownName
 from longreach.tasks import haystack
 from longreach.tasks.words import ADJECTIVES, NOUNS, half
 
 SOURCE = "RULER (Hsieh et al., 2024, arXiv:2404.06654)"
+Form = Literal["longreach", "official"]  # "official": the text that RULER's own generators write
+FORMS = get_args(Form)
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
 
@@ -23,6 +27,17 @@ def hidden(lines: Sequence[str], things: Sequence[tuple[float, str]]) -> list[st
             found.append(waiting.pop(0)[1])
         found.append(line)
     return found + [thing for _, thing in waiting]
+
+
+def check_form(form: str) -> None:
+    """Raise UnknownName for no form."""
+    if form not in FORMS:
+        raise UnknownName("form", form, FORMS)
+
+
+def source_of(form: Form) -> str:
+    """Paper, and whose text it is where that is RULER's own."""
+    return SOURCE if form == "longreach" else f"{SOURCE}, in the form of its generators"
 
 
 @cache

@@ -1,7 +1,8 @@
 """`longreach plan figures`: the pictures of a method's paper, of a plan and its model.
 
 A kind of plan is a file of this folder, in KINDS. It has OPTIONS ({argument: default} of those that others have not),
-`measure(args, plan) -> (Work, numbers)`, `draw(plan, numbers) -> {file name: PNG}` and `show(numbers)`, tables.
+`measure(args, plan) -> (CalibrationRun, numbers)`, `draw(plan, numbers) -> {file name: PNG}` and `show(numbers)`,
+tables.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     }  # fmt: skip
     with waiting("drawing"):
         written = write_all(args.output, module.draw(plan, found))
-    write(work.output, record)
+    write(args.output / module.RECORD, record)
     work.journal.remove()
     if args.json:
         emit(record)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.calibrate.common import Work
+from longreach.cli.calibrate.common import prepared
 from longreach.cli.plan.kascade import budgets, picture
 from longreach.cli.show import Column, Table, console, percent
 
 if TYPE_CHECKING:
+    from longreach.evals.calibration.run import CalibrationRun
     from longreach.plans import Plan
 
 OPTIONS = {"tiles": 8}
@@ -22,12 +23,12 @@ NAMES, SHORT = ("weight", "error"), ("every", "dense", "first")
 ALONE = {"all": "every layer", "first_dense": "first layer dense", "first": "first layer alone"}
 
 
-def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]:
+def measure(args: argparse.Namespace, plan: Plan) -> tuple[CalibrationRun, dict[str, Any]]:
     from longreach.evals.calibration.sharing import SharingGather, shared
     from longreach.methods.kascade.plan import KascadePlan
 
     view = KascadePlan.of(plan)
-    work = Work(
+    work = prepared(
         args,
         {"tiles": args.tiles, "plan": {**plan.values, "made": plan.made.sha256}},
         least=lambda shape: SharingGather(shape, view, args.tiles).needed,

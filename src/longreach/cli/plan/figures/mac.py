@@ -6,13 +6,14 @@ import argparse
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from longreach.cli.calibrate.common import Work
+from longreach.cli.calibrate.common import prepared
 from longreach.cli.show import Column, Table, console, percent, progress
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from longreach.evals.calibration.run import CalibrationRun
     from longreach.evals.mac_study.drift import Drift
     from longreach.plans import Plan
 
@@ -24,7 +25,7 @@ WAYS = {
 }  # fmt: skip
 
 
-def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]:
+def measure(args: argparse.Namespace, plan: Plan) -> tuple[CalibrationRun, dict[str, Any]]:
     from longreach.evals.mac_study.gather import ReuseGather, StudySettings, layers_of
     from longreach.evals.mac_study.results import StudyData, results
     from longreach.methods.mac.plan import MACPlan
@@ -33,7 +34,7 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]
         raise InvalidInput(f"tau: expected a number in [0, 1), got {args.tau}; choose another --tau")
     view, asked = MACPlan.of(plan), StudySettings(args.window, args.band, args.sinks, args.rows)
     gathered = {name: getattr(asked, name) for name in ("window", "band", "sinks", "rows")}
-    work = Work(
+    work = prepared(
         args,
         {**gathered, "plan": {**plan.values, "made": plan.made.sha256}},
         least=lambda shape: asked.needed,
@@ -54,7 +55,7 @@ def measure(args: argparse.Namespace, plan: Plan) -> tuple[Work, dict[str, Any]]
     return work, {**found, "drift": drifted}
 
 
-def _drift(args: argparse.Namespace, work: Work) -> Drift | None:
+def _drift(args: argparse.Namespace, work: CalibrationRun) -> Drift | None:
     """The generation after the first prompt, by the method as the paper has it: no guard, chains bounded and not."""
     from longreach.evals.mac_study.drift import Drift
     from longreach.methods.mac import MAC
