@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import torch
@@ -12,37 +10,15 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.frequencies import check_frequencies
-from longreach.adapters.transformers.hybrid import (
-    BOTH,
-    NEITHER,
-    STATE,
-    attends_by_interface,
-    attention_layers,
-    check_hybrid,
-    is_hybrid,
-    rotates,
-)
+from longreach.adapters.transformers.hybrid import attends_by_interface, check_hybrid, rotates
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
+from longreach.methods.model_config import BOTH, NEITHER, STATE, attention_layers, is_hybrid, shape_of_config
 from longreach.methods.slots import Eviction
 from longreach.ops.impl import has_numba
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention", *STATE, *BOTH, *NEITHER)
-PLANNED_FOR = (  # fields of a configuration that identify a model in all versions of transformers
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_parameters",
-)
-
-
-SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -53,30 +29,6 @@ def text_config(model: PreTrainedModel) -> Any:
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """The model's shape, for methods to check their options against."""
     return shape_of_config(text_config(model))
-
-
-def shape_of_config(config: Any) -> ModelShape:
-    """The same, of the configuration of a language model. Raises Unsupported where layers have different shapes."""
-    differ = sorted({*SIZES} & {*(getattr(config, "per_layer_attributes", None) or ())})
-    if differ:
-        raise Unsupported(
-            f"{type(config).__name__}: {', '.join(differ)} differ by layer (as in Gemma-4), and longreach's cache has "
-            f"one shape for all layers"
-        )
-    heads = config.num_attention_heads
-    return ModelShape(
-        layers=len(attention_layers(config)),
-        query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        config=config_hash(config),
-    )
-
-
-def config_hash(config: Any) -> str:
-    """Identifies the models that a plan was made for: another shape or rotary embedding gives another hash."""
-    fields = {name: getattr(config, name, None) for name in PLANNED_FOR}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:
