@@ -1,0 +1,101 @@
+"""Refuses, by name, engines whose attention longreach does not compute: by their configuration, before weights load."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from longreach.adapters.vllm.settings import Settings
+from longreach.errors import InvalidInput, Unsupported
+from longreach.methods.call import ModelShape
+from longreach.methods.model_config import shape_of_config
+
+PLAIN_CACHES = ("auto", "float16", "bfloat16")
+
+
+def shape_of(config: Any) -> ModelShape:
+    """The shape of an engine's model. config: a VllmConfig."""
+    return shape_of_config(config.model_config.hf_text_config)
+
+
+def check_engine(config: Any) -> None:
+    """Raise for an engine that asks for longreach and cannot have it: Unsupported, InvalidInput or UnknownName."""
+    settings = Settings.of(config)
+    assert settings is not None
+    refused = next(_refusals(config), None)
+    if refused is not None:
+        raise Unsupported(f"longreach in vLLM does not work with {refused}")
+    _check_backend(config)
+    shape = shape_of(config)
+    settings.decode.check(shape)
+    _check_ranks(config, shape)
+    _check_requests(config, settings)
+
+
+def _refusals(config: Any) -> Iterator[str]:
+    """What the engine has that longreach does not work with, and what to do."""
+    model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
+    if model.use_mla:
+        yield "multi-head latent attention (MLA); use another model"
+    if model.is_encoder_decoder:
+        yield "encoder-decoder models, which attend across; use a decoder-only model"
+    if model.is_hybrid or model.is_attention_free:
+        yield "models that have recurrent layers; use longreach.generate for them"
+    if model.is_mm_prefix_lm:
+        yield "models that attend to images in both directions; use another model"
+    if model.rswa_window is not None:
+        yield "reference sliding-window attention; use another model"
+    if model.runner_type != "generate":
+        yield f"runner={model.runner_type}, which decodes nothing; leave the key 'longreach' out"
+    if config.speculative_config is not None:
+        yield "speculative decoding, whose steps have several rows a sequence; leave speculative_config out"
+    if config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
+        yield (
+            "KV connectors and KV offloading: they hand on keys that a sparse method has written, as if they were "
+            "exact; leave kv_transfer_config and kv_offloading_size out"
+        )
+    if cache.cache_dtype not in PLAIN_CACHES:
+        yield f"a quantised KV cache (kv_cache_dtype={cache.cache_dtype}); use one of {', '.join(PLAIN_CACHES)}"
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        yield "context parallelism; leave decode_context_parallel_size and prefill_context_parallel_size out"
+    if parallel.pipeline_parallel_size > 1:
+        yield "pipeline parallelism, as layers choose keys for layers of other ranks; use tensor_parallel_size"
+    if parallel.use_ubatching:
+        yield "micro-batches; leave enable_dbo and ubatch_size out"
+    if config.attention_config.backend_per_kind:
+        yield "a backend for each kind of layer; leave attention_config.backend_per_kind out"
+
+
+def _check_backend(config: Any) -> None:
+    """Raise where vLLM would attend by another backend than longreach's."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return  # vLLM attends by CPU_ATTN there, which longreach has replaced
+    if not current_platform.is_cuda():
+        raise Unsupported(f"longreach in vLLM runs on CPUs and CUDA GPUs, and this is {current_platform.device_name}")
+    backend = config.attention_config.backend
+    name = getattr(backend, "name", backend)
+    if name != "CUSTOM":
+        raise InvalidInput(
+            f"additional config: it asks for longreach, and attention_backend is {name or 'left to vLLM'}: add "
+            f"--attention-backend CUSTOM, or leave the key 'longreach' out"
+        )
+
+
+def _check_ranks(config: Any, shape: ModelShape) -> None:
+    ranks = config.parallel_config.tensor_parallel_size
+    if shape.kv_heads % ranks:
+        raise Unsupported(
+            f"tensor_parallel_size={ranks}: longreach needs as many KV heads on each rank, and the model has "
+            f"{shape.kv_heads}; use a divisor of {shape.kv_heads}"
+        )
+
+
+def _check_requests(config: Any, settings: Settings) -> None:
+    """Raise for a method that keeps state of sequences where vLLM does not tell requests apart."""
+    if settings.decode.keeps == "sequences" and not config.use_v2_model_runner:
+        raise Unsupported(
+            f"decode={settings.decode.name}: it keeps state of each sequence, and vLLM's model runner V1, which this "
+            f"engine uses, does not tell requests apart; use model runner V2 (on a GPU), or another method"
+        )

@@ -1,0 +1,51 @@
+"""The versions of vLLM that longreach works with. Each has one file, with all that differs from the others."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Protocol
+
+from longreach.errors import Unsupported
+
+FILES = {"0.26": "longreach.adapters.vllm.versions.v0_26", "0.32": "longreach.adapters.vllm.versions.v0_32"}
+
+
+class Version(Protocol):
+    """The names that a version's file defines."""
+
+    def cpu_isa(self, layer: Any) -> str:
+        """The instruction set whose cache layout CPU_ATTN uses for an attention layer."""
+
+    def forget_caches(self) -> dict[str, None]:
+        """Fields of CommonAttentionMetadata that hold results for its own rows, to be dropped for some of them."""
+
+
+def found() -> str:
+    """The version of vLLM in this environment, as "0.32.0"."""
+    import vllm
+
+    return str(vllm.__version__)
+
+
+def supported(version: str) -> str | None:
+    """The name in FILES of a version; None if longreach does not work with it."""
+    name = ".".join(version.split(".")[:2])
+    return name if name in FILES else None
+
+
+def check() -> None:
+    """Raise Unsupported for a version of vLLM that longreach does not work with."""
+    version = found()
+    if supported(version) is None:
+        raise Unsupported(
+            f"vLLM {version}: longreach works with vLLM {' and '.join(FILES)}; install one of them, or leave the key "
+            f"'longreach' out of the additional config"
+        )
+
+
+def current() -> Version:
+    """The file of the installed version. Raises Unsupported if there is none."""
+    check()
+    name = supported(found())
+    assert name is not None
+    return import_module(FILES[name])  # type: ignore[return-value]
