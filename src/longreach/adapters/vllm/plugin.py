@@ -49,7 +49,7 @@ def _check_engines() -> None:
         given = self.additional_config
         asked = isinstance(given, dict) and "longreach" in given
         if asked:
-            versions.check()
+            versions.current().prepare_process()
             Settings.read(given["longreach"])
         config = plain(self, *args, **options)
         if asked:

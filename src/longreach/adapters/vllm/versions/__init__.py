@@ -13,6 +13,9 @@ FILES = {"0.26": "longreach.adapters.vllm.versions.v0_26", "0.32": "longreach.ad
 class Version(Protocol):
     """The names that a version's file defines."""
 
+    def prepare_process(self) -> None:
+        """Called before an engine that asks for longreach starts. It may be called again."""
+
     def cpu_isa(self, layer: Any) -> str:
         """The instruction set whose cache layout CPU_ATTN uses for an attention layer."""
 

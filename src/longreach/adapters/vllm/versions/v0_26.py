@@ -5,6 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 
+def prepare_process() -> None:
+    """Nothing has to be done before an engine starts."""
+
+
 def cpu_isa(layer: Any) -> str:
     """The layer's implementation chooses it when it is made."""
     return str(layer.impl.isa)
