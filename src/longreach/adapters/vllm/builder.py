@@ -44,20 +44,26 @@ class LongreachBuilder:
         batch, engine = common_attn_metadata, self.engine
         engine.allocate()
         some = split(batch, whole=engine.graphs)
-        alone = engine.graphs and not len(some.prompt)
+        uniform = engine.graphs and not len(some.prompt)
         decode = prompt = own = None
-        if alone:
+        if uniform:
             decode = self.buffers.fill(batch, None)
         elif len(some.decode):
             decode = decode_rows(batch, some, None)
         if len(some.prompt):
             prompt = prompt_rows(batch, some, None)
-            own = super().build(0, of_requests(batch, some, engine.version.forget_caches()), fast_build)  # type: ignore[misc]
+            if self.has_kernels():
+                alone = of_requests(batch, some, engine.version.forget_caches())
+                own = super().build(0, alone, fast_build)  # type: ignore[misc]
         step = engine.step(
-            self, counted=not some.dummy, rows=batch.num_reqs if alone else 0,
+            self, counted=not some.dummy, rows=batch.num_reqs if uniform else 0,
             padding=decode.padding if decode is not None else None,
         )  # fmt: skip
         return Metadata(step, decode, prompt, own)
+
+    def has_kernels(self) -> bool:
+        """Whether vLLM's kernels can attend for prompts of these layers; longreach's do otherwise."""
+        return True
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> Metadata:
         return self.build(0, common_attn_metadata)

@@ -45,6 +45,9 @@ class CPUBuilder(LongreachBuilder, CPUAttentionMetadataBuilder):
             return CPUAttentionMetadataBuilder(kv_cache_spec, layer_names, vllm_config, device)
         return super().__new__(cls)
 
+    def has_kernels(self) -> bool:
+        return self.kv_cache_spec.head_size in CPUAttentionBackend.get_supported_head_sizes()
+
 
 class CPUImpl(LongreachImpl, CPUAttentionBackendImpl):
     """CPU_ATTN's kernels read a layout of their own, with keys transposed within a page.
@@ -66,9 +69,6 @@ class CPUImpl(LongreachImpl, CPUAttentionBackendImpl):
             some = slot >= 0
             key, value, slot = key[some], value[some], slot[some]
         append(keys_of(kv_cache), values_of(kv_cache), key, value, slot // page, slot % page)
-
-    def has_kernels(self) -> bool:
-        return self.head_size in CPUAttentionBackend.get_supported_head_sizes()
 
     def attend_prompts(self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Metadata, output: Tensor) -> None:
         assert metadata.prompt is not None

@@ -87,7 +87,7 @@ class LongreachImpl:
     ) -> None:
         some, p = query[rows.rows], metadata.step.prompt
         call = self._call(p, self._number(layer), rows, some, keys_of(kv_cache), values_of(kv_cache))
-        if not self.has_kernels():
+        if metadata.batch is None:
             output[rows.rows] = attend_layer(p, call, window=self.window).partial.out.to(output.dtype)
             return
         if isinstance(rows.rows, slice):
@@ -97,10 +97,6 @@ class LongreachImpl:
             self.attend_prompts(layer, some, kv_cache, metadata, found)
             output[rows.rows] = found.to(output.dtype)
         note_attended(p, call, self.kernels, window=self.window)
-
-    def has_kernels(self) -> bool:
-        """Whether vLLM's kernels can attend for this layer's prompts; longreach's do otherwise."""
-        return True
 
     def attend_prompts(self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Metadata, output: Tensor) -> None:
         """Attend for prompt rows [R, H, D] by vLLM's kernels."""

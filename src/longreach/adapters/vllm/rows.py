@@ -56,7 +56,7 @@ class DecodeBuffers:
         torch.lt(batch.slot_mapping[:n], 0, out=padding)
         torch.mul(table, ~padding[:, None], out=self._table[:n])
         torch.mul(batch.seq_lens[:n], ~padding, out=lengths)
-        torch.clamp(lengths - 1, min=0, out=self.pos[:n])
+        self.pos[:n].copy_((lengths - 1).clamp(min=0))
         if slots is not None:
             self.slots[:n].copy_(slots)
         return BatchRows(
