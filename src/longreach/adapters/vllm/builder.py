@@ -44,14 +44,15 @@ class LongreachBuilder:
         batch, engine = common_attn_metadata, self.engine
         engine.allocate()
         some = split(batch, whole=engine.graphs)
+        slots = engine.slots_of(batch.num_reqs)
         uniform = engine.graphs and not len(some.prompt)
         decode = prompt = own = None
         if uniform:
-            decode = self.buffers.fill(batch, None)
+            decode = self.buffers.fill(batch, slots)
         elif len(some.decode):
-            decode = decode_rows(batch, some, None)
+            decode = decode_rows(batch, some, slots)
         if len(some.prompt):
-            prompt = prompt_rows(batch, some, None)
+            prompt = prompt_rows(batch, some, slots)
             if self.has_kernels():
                 alone = of_requests(batch, some, engine.version.forget_caches())
                 own = super().build(0, alone, fast_build)  # type: ignore[misc]

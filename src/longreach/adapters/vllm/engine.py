@@ -10,6 +10,8 @@ from torch import Tensor
 
 from longreach.adapters.vllm import versions
 from longreach.adapters.vllm.checks import shape_of
+from longreach.adapters.vllm.memory import Needs, Reservation
+from longreach.adapters.vllm.rotation import Rotation
 from longreach.adapters.vllm.settings import Settings
 from longreach.adapters.vllm.step import Step
 from longreach.errors import InvalidInput, Unsupported
@@ -44,10 +46,13 @@ class Engine:
         self.shape: ModelShape = shape_of(config)
         self.method.check(self.shape)
         self.shard = _shard(self.shape)
+        self.device = torch.device(config.device_config.device_type)
         self.requests: int = config.scheduler_config.max_num_seqs
-        self.capacity: int = config.model_config.max_model_len
         self.graphs = bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
+        self.reservation = Reservation(self._needs(config), config)
         self.layers: dict[int, Layer] = {}
+        self.rotations: dict[int, Rotation] = {}
+        self.batch_slots: Tensor | None = None
         self.ledger = Ledger()
         self.on_layer: LayerHook | None = None
         self._context = config.compilation_config.static_forward_context  # keeps the key of `engine_of` alive
@@ -56,7 +61,8 @@ class Engine:
 
     def clear(self) -> None:
         """Forget all state: vLLM allocates a new cache. The one by which it profiles graphs is a small one."""
-        self.store = StateStore(self.requests, shared_pages=True, all_observed=True)
+        self.reservation.release()
+        self.store = StateStore(self.requests + 1, shared_pages=True, all_observed=True)  # one more for padding
         self._captured: dict[int, tuple[HostCount, ...]] = {}
         self._allocated = False
 
@@ -101,6 +107,13 @@ class Engine:
                 self.store.get(self.method, self._call(layer.number, keys_of(layer.module.kv_cache)))
         self._allocated = True
 
+    def _needs(self, config: Any) -> Needs:
+        ranks = 1 if self.shard is None else self.shard.total // self.shard.count
+        return Needs.of(
+            self.method, self.shape, ranks=ranks, requests=self.requests + 1, page=config.cache_config.block_size,
+            capacity=config.model_config.max_model_len, dtype=config.model_config.dtype,
+        )  # fmt: skip
+
     @property
     def _heads(self) -> int:
         return self.shape.kv_heads if self.shard is None else self.shard.count
@@ -112,6 +125,32 @@ class Engine:
         rows = Rows(k.new_empty(0, self._heads * group, k.shape[3]), none, none)
         kv = KVView(k, k, none, torch.empty(0, 1, dtype=torch.int32, device=k.device))
         return LayerCall(layer, rows, kv, none, 1.0, shard=self.shard, model=self.shape)
+
+    # requests, for a method that keeps state of sequences
+
+    def find_rotations(self, model: Any) -> None:
+        """Find how each layer rotates, if the method needs it. Raises Unsupported where that is not known."""
+        from vllm.model_executor.models.utils import extract_layer_index
+
+        if self.method.needs_pre_rope:
+            names = [name for name, layer in self._context.items() if getattr(layer, "impl", None) is not None]
+            self.rotations = {extract_layer_index(name): Rotation.of(model, name) for name in names}
+
+    def begin_request(self, slot: int) -> None:
+        """Another request has this slot from now on."""
+        for state in self.store.states():
+            state.reset(torch.tensor([slot], device=self.device))
+
+    def slots_of(self, requests: int) -> Tensor | None:
+        """int [requests], the slots of a batch's requests; None if the method keeps nothing of sequences.
+
+        Raises InvalidInput where vLLM has not told which requests they are.
+        """
+        if self.method.keeps != "sequences":
+            return None
+        if self.batch_slots is None or len(self.batch_slots) < requests:
+            raise InvalidInput(f"{self.method.name}: the model runner has not told the requests of this batch apart")
+        return self.batch_slots[:requests]
 
     # steps
 

@@ -6,12 +6,14 @@ from typing import Any
 
 from torch import Tensor
 
+from longreach.adapters.vllm import requests
 from longreach.adapters.vllm.engine import engine_of, keys_of, values_of
 from longreach.adapters.vllm.rows import BatchRows
+from longreach.adapters.vllm.splitting import Part
 from longreach.adapters.vllm.step import Metadata
 from longreach.errors import Unsupported
 from longreach.methods.call import LayerCall
-from longreach.ops import KVView, Rows
+from longreach.ops import KVView, RotaryAngles, Rows
 from longreach.runtime import Pass, attend_layer, note_attended
 
 
@@ -49,6 +51,8 @@ class LongreachImpl:
             attn_type, kv_sharing_target_layer_name, sinks,
         )  # type: ignore[call-arg]  # fmt: skip
         self.engine = engine_of(get_current_vllm_config())
+        if self.engine.method.keeps == "sequences":
+            requests.install()
         self.window, self.softcap, self.sink_logit = sliding_window, logits_soft_cap or None, sinks
         self.scale = float(scale)
         self.number: int | None = None
@@ -69,6 +73,7 @@ class LongreachImpl:
         if output_scale is not None or output_block_scale is not None:
             raise Unsupported("longreach in vLLM does not quantise its output; leave fused output quantisation off")
         if attn_metadata is None:  # vLLM measures the memory of a pass
+            self.engine.reservation.take(query.device)
             return output.fill_(0)
         number, step = self._number(layer), attn_metadata.step
         kv = keys_of(kv_cache), values_of(kv_cache)
@@ -77,7 +82,7 @@ class LongreachImpl:
         if attn_metadata.decode is not None:
             rows = attn_metadata.decode
             call = self._call(step.decode, number, rows, query[rows.rows], *kv)
-            output[rows.rows] = attend_layer(step.decode, call, window=self.window).partial.out.to(output.dtype)
+            put(output, rows.rows, attend_layer(step.decode, call, window=self.window).partial.out)
         if number == len(self.engine.layers) - 1:
             self.engine.finish(step)
         return output
@@ -88,14 +93,14 @@ class LongreachImpl:
         some, p = query[rows.rows], metadata.step.prompt
         call = self._call(p, self._number(layer), rows, some, keys_of(kv_cache), values_of(kv_cache))
         if metadata.batch is None:
-            output[rows.rows] = attend_layer(p, call, window=self.window).partial.out.to(output.dtype)
+            put(output, rows.rows, attend_layer(p, call, window=self.window).partial.out)
             return
         if isinstance(rows.rows, slice):
             self.attend_prompts(layer, some, kv_cache, metadata, output[rows.rows])
         else:
             found = some.new_empty(some.shape)
             self.attend_prompts(layer, some, kv_cache, metadata, found)
-            output[rows.rows] = found.to(output.dtype)
+            put(output, rows.rows, found)
         note_attended(p, call, self.kernels, window=self.window)
 
     def attend_prompts(self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Metadata, output: Tensor) -> None:
@@ -104,9 +109,20 @@ class LongreachImpl:
 
     def _call(self, p: Pass, number: int, rows: BatchRows, query: Tensor, k: Tensor, v: Tensor) -> LayerCall:
         engine = self.engine
+        rotation = engine.rotations.get(number)
+
+        def rotary() -> RotaryAngles:
+            assert rotation is not None
+            key = ("angles", id(rotation.table), id(rows.pos))
+            if key not in p.shared:
+                p.shared[key] = rotation.angles(rows.pos)
+            found: RotaryAngles = p.shared[key]
+            return found
+
         return p.call(
             number, Rows(query, rows.seq, rows.pos, rows.runs), KVView(k, v, rows.seq_lens, rows.table), rows.slots,
             self.scale, softcap=self.softcap, sink_logit=self.sink_logit, shard=engine.shard,
+            rotary=None if rotation is None else rotary,
         )  # fmt: skip
 
     def _number(self, layer: Any) -> int:
@@ -115,3 +131,11 @@ class LongreachImpl:
 
             self.number = extract_layer_index(layer.layer_name)
         return self.number
+
+
+def put(output: Tensor, rows: Part, found: Tensor) -> None:
+    """Write results to rows of an output of any float dtype."""
+    if isinstance(rows, slice):
+        output[rows].copy_(found)
+    else:
+        output[rows] = found.to(output.dtype)

@@ -36,12 +36,12 @@ class DecodeBuffers:
     """Tensors at fixed addresses for batches of one row a request. Captured CUDA graphs read them.
 
     A row without a place in the cache pads the batch: it sees no keys, its pages are vLLM's null page, which no request
-    owns, and it is not counted.
+    owns, its slot is one behind those of requests, and it is not counted.
     """
 
     def __init__(self, requests: int, device: torch.device):
         self.seq = torch.arange(requests, device=device)
-        self.pos = torch.zeros(requests, dtype=torch.int64, device=device)
+        self.pos = torch.zeros(requests, dtype=torch.int32, device=device)
         self.seq_lens = torch.zeros(requests, dtype=torch.int32, device=device)
         self.slots = torch.arange(requests, device=device)
         self.padding = torch.zeros(requests, dtype=torch.bool, device=device)
@@ -50,18 +50,17 @@ class DecodeBuffers:
     def fill(self, batch: Any, slots: Tensor | None) -> BatchRows:
         """The rows of a CommonAttentionMetadata whose requests have one row each. slots: int [n], else the row's."""
         n = batch.num_reqs
-        table, padding, lengths = batch.block_table_tensor[:n], self.padding[:n], self.seq_lens[:n]
+        table, padding, lengths, pos = batch.block_table_tensor[:n], self.padding[:n], self.seq_lens[:n], self.pos[:n]
         if self._table is None:
             self._table = table.new_zeros(len(self.seq), table.shape[1])
-        torch.lt(batch.slot_mapping[:n], 0, out=padding)
-        torch.mul(table, ~padding[:, None], out=self._table[:n])
-        torch.mul(batch.seq_lens[:n], ~padding, out=lengths)
-        self.pos[:n].copy_((lengths - 1).clamp(min=0))
+        here = batch.slot_mapping[:n] >= 0
+        torch.logical_not(here, out=padding)
+        torch.mul(table, here[:, None], out=self._table[:n])
+        torch.mul(batch.seq_lens[:n], here, out=lengths)
+        torch.sub(lengths, 1, out=pos).clamp_(min=0)
         if slots is not None:
-            self.slots[:n].copy_(slots)
-        return BatchRows(
-            slice(0, n), self.seq[:n], self.pos[:n], lengths, self._table[:n], self.slots[:n], padding=padding
-        )
+            self.slots[:n].copy_(slots[:n]).masked_fill_(padding, len(self.seq))
+        return BatchRows(slice(0, n), self.seq[:n], pos, lengths, self._table[:n], self.slots[:n], padding=padding)
 
 
 def decode_rows(batch: Any, split: Split, slots: Tensor | None) -> BatchRows:
