@@ -109,9 +109,13 @@ class Engine:
 
     def _needs(self, config: Any) -> Needs:
         ranks = 1 if self.shard is None else self.shard.total // self.shard.count
+        # vLLM measures the graphs of model runner V1 itself
+        largest = config.compilation_config.max_cudagraph_capture_size or 0
+        captured = min(self.requests, largest) if self.graphs and config.use_v2_model_runner else 0
         return Needs.of(
-            self.method, self.shape, ranks=ranks, requests=self.requests + 1, page=config.cache_config.block_size,
-            capacity=config.model_config.max_model_len, dtype=config.model_config.dtype,
+            self.method, self.shape, ranks=ranks, requests=self.requests + 1, captured=captured,
+            page=config.cache_config.block_size, capacity=config.model_config.max_model_len,
+            dtype=config.model_config.dtype,
         )  # fmt: skip
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,25 +13,30 @@ from longreach.errors import OutOfMemory
 from longreach.methods.base import AttentionMethod
 from longreach.methods.call import ModelShape
 
+logger = logging.getLogger("vllm.longreach")  # a child of vLLM's, so that it is shown as vLLM's are
+
 
 @dataclass(frozen=True)
 class Needs:
     """Bytes on one rank. page: state of each page of keys. sequences: state that does not grow with pages.
 
-    workspace: the most that one layer's decode call holds while it runs. keys: keys and values of a page.
+    workspace: the most that one layer's decode call holds while it runs, with as many requests as vLLM runs at once.
+    captured: the same in the largest captured step, whose memory is its own; 0 without captured steps.
+    keys: keys and values of a page.
     """
 
     page: int
     sequences: int
     workspace: int
+    captured: int
     keys: int
 
     @classmethod
     def of(
-        cls, method: AttentionMethod, model: ModelShape, *, ranks: int, requests: int, page: int, capacity: int,
-        dtype: torch.dtype,
+        cls, method: AttentionMethod, model: ModelShape, *, ranks: int, requests: int, captured: int, page: int,
+        capacity: int, dtype: torch.dtype,
     ) -> Needs:  # fmt: skip
-        """capacity: slots that a request can address."""
+        """captured: requests of the largest captured step. capacity: slots that a request can address."""
         one, two = (method.state_bytes(model, n, page, dtype) for n in (1, 2))
         if method.keeps == "sequences":
             growing, constant = 0, method.state_bytes(model, requests, 1, dtype)
@@ -40,13 +46,13 @@ class Needs:
             growing // ranks,
             constant // ranks,
             method.workspace_bytes(model, requests, capacity, dtype) // ranks,
+            method.workspace_bytes(model, captured, capacity, dtype) // ranks,
             2 * model.layers * model.kv_heads * model.head_dim * page * dtype.itemsize // ranks,
         )
 
-    def held(self, available: int, graphs: bool) -> int:
-        """Bytes to hold of those that are left for the cache and all else. graphs: captured steps have a workspace of
-        their own."""
-        fixed = self.sequences + (self.workspace if graphs else 0)
+    def held(self, available: int) -> int:
+        """Bytes to hold of those that are left for the cache and all else."""
+        fixed = self.sequences + self.captured
         return fixed + max(0, available - fixed) * self.page // (self.page + self.keys)
 
 
@@ -57,7 +63,6 @@ class Reservation:
         self.needs = needs
         self._measured = config.cache_config.kv_cache_memory_bytes is None  # else the user fixed the cache's size
         self._share = config.cache_config.gpu_memory_utilization
-        self._graphs = config.use_v2_model_runner and config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         self._held: Tensor | None = None
 
     def take(self, device: torch.device) -> None:
@@ -68,7 +73,13 @@ class Reservation:
         if device.type != "cuda" or self._held is not None or not self._measured:
             return
         free, total = torch.cuda.mem_get_info(device)
-        hold = self.needs.held(max(0, int(total * self._share) - (total - free)), self._graphs)
+        hold = self.needs.held(max(0, int(total * self._share) - (total - free)))
+        logger.info(
+            "longreach: %.2f GiB for state, and %.2f GiB while a layer attends for all requests at once: lower "
+            "max_num_seqs or max_model_len to lower the second",
+            hold / 2**30,
+            self.needs.workspace / 2**30,
+        )
         try:
             self._held = torch.empty(hold, dtype=torch.uint8, device=device)
             torch.empty(self.needs.workspace, dtype=torch.uint8, device=device)
