@@ -77,7 +77,7 @@ def test_batches_that_may_replay_a_graph() -> None:
     assert (found.decode.tolist(), found.prompt.tolist(), found.dummy) == ([0, 1, 2, 3], [], False)
     buffers = DecodeBuffers(8, torch.device("cpu"))
     rows = buffers.fill(given, None)
-    assert rows.pos.tolist() == [40, 7, 0, 0] and rows.seq_lens.tolist() == [41, 8, 0, 0]
+    assert rows.pos.tolist() == [40, 7, 0, 0] and rows.seq_lens.tolist() == [41, 8, 1, 1]
     assert rows.padding is not None and rows.padding.tolist() == [False, False, True, True]
     assert rows.table.tolist() == [[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]]
     again = buffers.fill(batch((3, 1, False), (4, 1, False), (5, 1, False), (6, 1, False)), torch.tensor([3, 1, 0, 2]))

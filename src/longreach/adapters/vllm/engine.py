@@ -6,7 +6,7 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, cuda
 
 from longreach.adapters.vllm import versions
 from longreach.adapters.vllm.checks import shape_of
@@ -184,7 +184,7 @@ class Engine:
         found = self.ledger.commit_on_device()
         if step.counted:
             self.ledger.commit_on_host(found)
-        if step.rows and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if step.rows and cuda.is_available() and cuda.is_current_stream_capturing():
             self._captured[step.rows] = found
         step.ran = True
 

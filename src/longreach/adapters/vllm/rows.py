@@ -35,8 +35,8 @@ class BatchRows:
 class DecodeBuffers:
     """Tensors at fixed addresses for batches of one row a request. Captured CUDA graphs read them.
 
-    A row without a place in the cache pads the batch: it sees no keys, its pages are vLLM's null page, which no request
-    owns, its slot is one behind those of requests, and it is not counted.
+    A row without a place in the cache pads the batch: it sees one slot, of vLLM's null page, which no request owns, its
+    state has the slot behind those of requests, and it is not counted. (A row that sees nothing has no best key.)
     """
 
     def __init__(self, requests: int, device: torch.device):
@@ -56,8 +56,8 @@ class DecodeBuffers:
         here = batch.slot_mapping[:n] >= 0
         torch.logical_not(here, out=padding)
         torch.mul(table, here[:, None], out=self._table[:n])
-        torch.mul(batch.seq_lens[:n], here, out=lengths)
-        torch.sub(lengths, 1, out=pos).clamp_(min=0)
+        torch.mul(batch.seq_lens[:n], here, out=lengths).clamp_(min=1)
+        torch.sub(lengths, 1, out=pos)
         if slots is not None:
             self.slots[:n].copy_(slots[:n]).masked_fill_(padding, len(self.seq))
         return BatchRows(slice(0, n), self.seq[:n], pos, lengths, self._table[:n], self.slots[:n], padding=padding)
