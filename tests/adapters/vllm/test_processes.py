@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks."""
+"""Engines in processes of their own, of one rank and of two tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ pytestmark = pytest.mark.vllm
 ROOT = Path(__file__).parents[3]
 
 
-def on_two_ranks(decode: str, ids: list[list[int]]) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.adapters.vllm.two_ranks", decode, json.dumps(ids)]
+def run(decode: str, ranks: int, ids: list[list[int]]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.adapters.vllm.processes", decode, str(ranks), json.dumps(ids)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500)
 
 
-@pytest.mark.parametrize("decode", ["streaming_llm", "kascade heads=all", "omnikv", "quest dense_layers=[0]", "loki"])
-def test_two_ranks_answer_as_one(decode: str) -> None:
+@pytest.mark.parametrize(
+    ("decode", "ranks"),
+    [("kascade", 1), *((name, 2) for name in ("streaming_llm", "kascade heads=all", "omnikv", "quest dense_layers=[0]",
+                                              "loki"))],
+)  # fmt: skip
+def test_they_answer_as_one_process(decode: str, ranks: int) -> None:
     ids = prompts(3000, 1200, 300)
-    done = on_two_ranks(decode, ids)
+    done = run(decode, ranks, ids)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     assert found["answers"] == expected(decode, ids)
@@ -39,6 +43,6 @@ def test_two_ranks_answer_as_one(decode: str) -> None:
 
 
 def test_a_head_map_that_crosses_ranks_is_refused() -> None:
-    done = on_two_ranks("kascade", prompts(300))
+    done = run("kascade", 2, prompts(300))
     assert done.returncode != 0
     assert "use heads='all', which makes one choice for all ranks" in done.stderr + done.stdout
