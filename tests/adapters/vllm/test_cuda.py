@@ -72,16 +72,21 @@ def test_the_backend_without_the_key() -> None:
 def test_the_key_without_the_backend(
     monkeypatch: pytest.MonkeyPatch, cuda: bool, backend: str | None, error: type[Exception] | None
 ) -> None:
+    from vllm.v1.attention.backends import registry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from longreach.adapters.vllm.checks import check_engine
+    from longreach.adapters.vllm.checks import CUDA, check_engine
 
     config = configure({"decode": "dense"})
     config.attention_config.backend = None if backend is None else AttentionBackendEnum[backend]
+    monkeypatch.setitem(registry._ATTN_OVERRIDES, AttentionBackendEnum.CUSTOM, CUDA)
     platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: cuda, device_name="xpu")
     monkeypatch.setattr("vllm.platforms.current_platform", platform)
     if error is None:
         check_engine(config)
+        monkeypatch.setitem(registry._ATTN_OVERRIDES, AttentionBackendEnum.CUSTOM, "other.Backend")
+        with pytest.raises(InvalidInput, match=r"CUSTOM is other\.Backend, of another plug-in"):
+            check_engine(config)
         return
     with pytest.raises(error, match="add --attention-backend CUSTOM" if cuda else "runs on CPUs and CUDA GPUs"):
         check_engine(config)

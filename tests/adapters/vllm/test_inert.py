@@ -35,7 +35,7 @@ def test_without_the_key_vllm_is_as_it_is() -> None:
         layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()
         assert {type(layer.impl) for layer in layers} == {CPUAttentionBackendImpl}
         found = probabilities(llm, ids)
-        with pytest.raises(InvalidInput, match="does not attend by longreach"):
+        with pytest.raises(InvalidInput, match="does not use longreach"):
             longreach.vllm.report(llm)
     assert json.loads(alone.stdout.splitlines()[-1]) == [[list(pair) for pair in one] for one in found]
 

@@ -79,5 +79,5 @@ def test_mac_answers_as_in_the_loop(told_apart: list[tuple[int, str]]) -> None:
 
 def test_a_runner_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longreach.adapters.vllm.checks._check_requests", lambda *args: None)
-    with engine("mac") as llm, pytest.raises(InvalidInput, match="mac: the model runner has not told the requests"):
+    with engine("mac") as llm, pytest.raises(InvalidInput, match="mac: the model runner has not named the requests"):
         answers(llm, prompts(90), 2)

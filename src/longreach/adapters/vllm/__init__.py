@@ -1,7 +1,7 @@
 """longreach in vLLM: decode attention by a longreach method, inside vLLM's own engine. See docs/vllm.md.
 
-vLLM loads `register` in each of its processes, through an entry point. An engine attends by longreach only if its
-additional config has the key "longreach". Importing this package imports no part of vLLM.
+vLLM loads `register` in each of its processes, through an entry point. An engine uses longreach only if its additional
+config has the key "longreach". Importing this package imports no part of vLLM.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ __all__ = ["register", "report"]
 
 
 def register() -> None:
-    """Make longreach known to vLLM in this process. It may be called any number of times."""
+    """Register longreach with vLLM in this process. It may be called any number of times."""
     from longreach.adapters.vllm.plugin import install
 
     install()
@@ -21,7 +21,7 @@ def register() -> None:
 def report(llm: Any) -> Any:
     """The bytes that an engine's layers have read, summed over its ranks: a `longreach.runtime.Report`.
 
-    llm: a `vllm.LLM` whose decode attention is longreach's. It must not be generating meanwhile.
+    llm: a `vllm.LLM` that decodes by longreach. It must not generate at the same time.
     Raises InvalidInput for anything else.
     """
     from longreach.adapters.vllm.reporting import report as whole

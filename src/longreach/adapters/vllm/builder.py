@@ -25,7 +25,7 @@ class LongreachBuilder:
         engine.clear()
         engine.find_layers()
         engine.check_pages(kv_cache_spec.block_size, kv_cache_spec.dtype)
-        self.buffers = DecodeBuffers(engine.requests, device)
+        self.buffers = DecodeBuffers(engine.max_requests, device)
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Any:
@@ -37,7 +37,7 @@ class LongreachBuilder:
         return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def use_cascade_attention(self, *args: Any, **options: Any) -> bool:
-        """Never: a shared prefix is attended to in the prompts' kernels as any other (vLLM 0.26 asks)."""
+        """No: vLLM 0.26 may otherwise attend to a prefix that requests share in a pass of its own."""
         return False
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:

@@ -1,4 +1,4 @@
-"""Refuses, by name, engines whose attention longreach does not compute: by their configuration, before weights load."""
+"""Refusal, by name and before weights are loaded, of engines with features that longreach does not support."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from longreach.methods.call import ModelShape
 from longreach.methods.model_config import shape_of_config
 
 PLAIN_CACHES = ("auto", "float16", "bfloat16")
+CUDA = "longreach.adapters.vllm.cuda.FlashBackend"  # registered as CUSTOM
 
 
 def shape_of(config: Any) -> ModelShape:
@@ -19,7 +20,7 @@ def shape_of(config: Any) -> ModelShape:
 
 
 def check_engine(config: Any) -> None:
-    """Raise for an engine that asks for longreach and cannot have it: Unsupported, InvalidInput or UnknownName."""
+    """Raise Unsupported, InvalidInput or UnknownName for an engine that has the key and cannot use longreach."""
     settings = Settings.of(config)
     assert settings is not None
     refused = next(_refusals(config), None)
@@ -33,7 +34,7 @@ def check_engine(config: Any) -> None:
 
 
 def _refusals(config: Any) -> Iterator[str]:
-    """What the engine has that longreach does not work with, and what to do."""
+    """Features of the engine that are not supported, and the way out."""
     model, parallel, cache = config.model_config, config.parallel_config, config.cache_config
     if model.use_mla:
         yield "multi-head latent attention (MLA); use another model"
@@ -51,8 +52,8 @@ def _refusals(config: Any) -> Iterator[str]:
         yield "speculative decoding, whose steps have several rows a sequence; leave speculative_config out"
     if config.kv_transfer_config is not None or cache.kv_offloading_size is not None:
         yield (
-            "KV connectors and KV offloading: they hand on keys that a sparse method has written, as if they were "
-            "exact; leave kv_transfer_config and kv_offloading_size out"
+            "KV connectors and KV offloading: other engines would take keys of a sparse method for exact ones; "
+            "leave kv_transfer_config and kv_offloading_size out"
         )
     if cache.cache_dtype not in PLAIN_CACHES:
         yield f"a quantised KV cache (kv_cache_dtype={cache.cache_dtype}); use one of {', '.join(PLAIN_CACHES)}"
@@ -74,12 +75,20 @@ def _check_backend(config: Any) -> None:
         return  # vLLM attends by CPU_ATTN there, which longreach has replaced
     if not current_platform.is_cuda():
         raise Unsupported(f"longreach in vLLM runs on CPUs and CUDA GPUs, and this is {current_platform.device_name}")
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
     backend = config.attention_config.backend
     name = getattr(backend, "name", backend)
     if name != "CUSTOM":
         raise InvalidInput(
-            f"additional config: it asks for longreach, and attention_backend is {name or 'left to vLLM'}: add "
-            f"--attention-backend CUSTOM, or leave the key 'longreach' out"
+            f"additional config: the key 'longreach' needs --attention-backend CUSTOM, and it is "
+            f"{name or 'not given'}: add --attention-backend CUSTOM, or leave the key out"
+        )
+    path = AttentionBackendEnum.CUSTOM.get_path()
+    if path != CUDA:
+        raise InvalidInput(
+            f"--attention-backend CUSTOM is {path}, of another plug-in: name the plug-ins to load in VLLM_PLUGINS, "
+            f"with longreach and without that one"
         )
 
 
@@ -93,9 +102,9 @@ def _check_ranks(config: Any, shape: ModelShape) -> None:
 
 
 def _check_requests(config: Any, settings: Settings) -> None:
-    """Raise for a method that keeps state of sequences where vLLM does not tell requests apart."""
+    """Raise for a method that keeps state of sequences where requests have no stable index."""
     if settings.decode.keeps == "sequences" and not config.use_v2_model_runner:
         raise Unsupported(
             f"decode={settings.decode.name}: it keeps state of each sequence, and vLLM's model runner V1, which this "
-            f"engine uses, does not tell requests apart; use model runner V2 (on a GPU), or another method"
+            f"engine uses, gives requests no stable index; use model runner V2 (on a GPU), or another method"
         )

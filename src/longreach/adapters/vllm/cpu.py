@@ -25,7 +25,7 @@ from longreach.ops.append import append
 
 
 class CPUBackend(CPUAttentionBackend):
-    """CPU_ATTN for engines that do not ask for longreach, to the bit."""
+    """CPU_ATTN itself for engines without the key."""
 
     @staticmethod
     def get_impl_cls() -> type[Any]:
@@ -38,7 +38,7 @@ class CPUBackend(CPUAttentionBackend):
 
 
 class CPUBuilder(LongreachBuilder, CPUAttentionMetadataBuilder):
-    """vLLM's own builder for engines that do not ask for longreach."""
+    """vLLM's own builder for engines without the key."""
 
     def __new__(cls, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> Any:
         if Settings.of(vllm_config) is None:

@@ -20,7 +20,7 @@ KV_DTYPES = ("auto", "float16", "bfloat16")
 
 
 class FlashBackend(FlashAttentionBackend):
-    """FlashAttention's cache and layout. vLLM asks the methods below whether the backend fits a model."""
+    """FlashAttention's cache and layout. vLLM checks by the methods below whether the backend fits a model."""
 
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(KV_DTYPES)
 
@@ -32,7 +32,7 @@ class FlashBackend(FlashAttentionBackend):
     def get_impl_cls() -> type[Any]:
         if Settings.of(get_current_vllm_config()) is None:
             raise InvalidInput(
-                f"--attention-backend CUSTOM is longreach's, and the additional config does not ask for it: add "
+                f"--attention-backend CUSTOM is longreach's, and the additional config has no key 'longreach': add "
                 f"--additional-config '{EXAMPLE}', or name another backend"
             )
         return FlashImpl

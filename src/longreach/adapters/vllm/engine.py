@@ -1,4 +1,4 @@
-"""What all attention layers of an engine share in one worker: method, state, ledger and the current step."""
+"""The part of one worker that all attention layers share: method, state, ledger and the current step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Engine:
         self.method.check(self.shape)
         self.shard = _shard(self.shape)
         self.device = torch.device(config.device_config.device_type)
-        self.requests: int = config.scheduler_config.max_num_seqs
+        self.max_requests: int = config.scheduler_config.max_num_seqs
         self.graphs = bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
         self.reservation = Reservation(self._needs(config), config)
         self.layers: dict[int, Layer] = {}
@@ -62,14 +62,14 @@ class Engine:
     def clear(self) -> None:
         """Forget all state: vLLM allocates a new cache. The one by which it profiles graphs is a small one."""
         self.reservation.release()
-        self.store = StateStore(self.requests + 1, shared_pages=True, all_observed=True)  # one more for padding
+        self.store = StateStore(self.max_requests + 1, shared_pages=True, all_observed=True)  # one more for padding
         self._captured: dict[int, tuple[HostCount, ...]] = {}
         self._allocated = False
 
     # layers
 
     def find_layers(self) -> None:
-        """Find the model's attention layers. Raises Unsupported where one does not attend by longreach."""
+        """Find the model's attention layers. Raises Unsupported where one uses another backend."""
         from vllm.model_executor.layers.attention import Attention
         from vllm.model_executor.models.utils import extract_layer_index
 
@@ -79,8 +79,8 @@ class Engine:
                 continue
             if getattr(module.impl, "engine", None) is not self:
                 raise Unsupported(
-                    f"{name} attends by {module.attn_backend.get_name()}, and all layers must by longreach; leave the "
-                    f"key 'longreach' out, or use another model"
+                    f"{name} uses the backend {module.attn_backend.get_name()}, and all layers must use longreach; "
+                    f"leave the key 'longreach' out, or use another model"
                 )
             number = extract_layer_index(name)
             if number in found:
@@ -111,9 +111,9 @@ class Engine:
         ranks = 1 if self.shard is None else self.shard.total // self.shard.count
         # vLLM measures the graphs of model runner V1 itself
         largest = config.compilation_config.max_cudagraph_capture_size or 0
-        captured = min(self.requests, largest) if self.graphs and config.use_v2_model_runner else 0
+        captured = min(self.max_requests, largest) if self.graphs and config.use_v2_model_runner else 0
         return Needs.of(
-            self.method, self.shape, ranks=ranks, requests=self.requests + 1, captured=captured,
+            self.method, self.shape, ranks=ranks, requests=self.max_requests + 1, captured=captured,
             page=config.cache_config.block_size, capacity=config.model_config.max_model_len,
             dtype=config.model_config.dtype,
         )  # fmt: skip
@@ -148,12 +148,12 @@ class Engine:
     def slots_of(self, requests: int) -> Tensor | None:
         """int [requests], the slots of a batch's requests; None if the method keeps nothing of sequences.
 
-        Raises InvalidInput where vLLM has not told which requests they are.
+        Raises InvalidInput where vLLM has not named them.
         """
         if self.method.keeps != "sequences":
             return None
         if self.batch_slots is None or len(self.batch_slots) < requests:
-            raise InvalidInput(f"{self.method.name}: the model runner has not told the requests of this batch apart")
+            raise InvalidInput(f"{self.method.name}: the model runner has not named the requests of this batch")
         return self.batch_slots[:requests]
 
     # steps

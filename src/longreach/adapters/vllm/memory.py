@@ -1,4 +1,4 @@
-"""Memory that a method takes beside vLLM's cache, held while vLLM measures how much it may take for that cache."""
+"""Memory of a method in addition to vLLM's cache, held while vLLM measures the memory that is left for its cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes longreach known to vLLM: its backends, the check of an engine's configuration, and the workers' report."""
+"""Registration with vLLM: backends, the check of an engine's configuration, and the workers' report."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import functools
 from typing import Any
 
 from longreach.adapters.vllm import versions
-from longreach.adapters.vllm.checks import check_engine
-from longreach.adapters.vllm.settings import Settings
+from longreach.adapters.vllm.checks import CUDA, check_engine
+from longreach.adapters.vllm.settings import KEY, Settings
 
 CPU = "longreach.adapters.vllm.cpu.CPUBackend"
-CUDA = "longreach.adapters.vllm.cuda.FlashBackend"
 MARK = "_longreach"  # on what has been wrapped
 
 
 def install() -> None:
-    """Register everything, once a process. Engines that do not ask for longreach are as they were.
+    """Register everything, once a process. Engines without the key are as they were.
 
-    With a version of vLLM that longreach does not work with, only the check is installed, which refuses an engine that
-    asks for longreach.
+    With a version of vLLM that is not supported, only the check is installed; it refuses engines that have the key.
     """
     _check_engines()
     if versions.supported(versions.found()) is None:
@@ -31,7 +29,7 @@ def install() -> None:
 
     if current_platform.is_cpu():
         register_backend(AttentionBackendEnum.CPU_ATTN, CPU)  # the only one that vLLM uses on a CPU
-    else:
+    elif not AttentionBackendEnum.CUSTOM.is_overridden():  # else by another plug-in; `checks` then refuses the key
         register_backend(AttentionBackendEnum.CUSTOM, CUDA)
     WorkerBase.longreach_report = report_of_worker
 
@@ -47,13 +45,12 @@ def _check_engines() -> None:
     @functools.wraps(plain)
     def create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
         given = self.additional_config
-        asked = isinstance(given, dict) and "longreach" in given
-        if asked:
-            versions.current().prepare_process()
-            Settings.read(given["longreach"])
+        if not isinstance(given, dict) or KEY not in given:
+            return plain(self, *args, **options)
+        versions.current().prepare_process()
+        Settings.read(given[KEY])
         config = plain(self, *args, **options)
-        if asked:
-            check_engine(config)
+        check_engine(config)
         return config
 
     setattr(create_engine_config, MARK, True)

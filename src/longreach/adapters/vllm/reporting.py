@@ -14,7 +14,7 @@ NAME = "longreach_report"  # of the method that `plugin.install` gives to vLLM's
 
 
 def report_of_worker(worker: Any) -> list[dict[str, Any]] | None:
-    """A worker's layers, as JSON: it crosses processes. None for an engine that does not attend by longreach."""
+    """A worker's layers, as JSON: it crosses processes. None for an engine without longreach."""
     context = worker.vllm_config.compilation_config.static_forward_context
     engines = [impl.engine for layer in context.values() if (impl := getattr(layer, "impl", None)) is not None
                and isinstance(getattr(impl, "engine", None), Engine)]  # fmt: skip
@@ -29,7 +29,7 @@ def report(llm: Any) -> Report:
         raise InvalidInput(f"llm: expected a vllm.LLM, got {type(llm).__name__}")
     ranks = llm.collective_rpc(NAME)
     if any(rank is None for rank in ranks):
-        raise InvalidInput("this engine does not attend by longreach: its additional config has no key 'longreach'")
+        raise InvalidInput("this engine does not use longreach: its additional config has no key 'longreach'")
     return summed([[_row(row) for row in rank] for rank in ranks])
 
 

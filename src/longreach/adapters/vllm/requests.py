@@ -1,6 +1,6 @@
 """Requests of model runner V2, for methods that keep state of sequences: their slots, and when a slot begins again.
 
-V2 calls a model's own ModelState as requests come and go, and gives each an index that it keeps while it runs. A
+V2 calls the model's own ModelState as requests come and go, and gives each request an index for as long as it runs. A
 preempted request comes back as a new one: it reads its prompt and its answer again.
 """
 
@@ -28,7 +28,7 @@ def install() -> None:
         settings = Settings.of(vllm_config)
         if settings is not None and settings.decode.keeps == "sequences":
             kind = state_class(model)
-            model.get_model_state_cls = lambda: kind  # vLLM asks a model for its own class
+            model.get_model_state_cls = lambda: kind  # vLLM uses the class that a model names
         return plain(vllm_config, model, *args, **options)
 
     model_runner.init_model_state = init_model_state
@@ -56,7 +56,7 @@ class RequestSlots:
         self.engine.begin_request(req_index)
 
     def prepare_attn(self, input_batch: Any, *args: Any, **options: Any) -> Any:
-        """Tell the engine which request each part of the batch belongs to, before metadata is built."""
+        """Give the engine the requests of the batch, before metadata is built."""
         self.engine.batch_slots = _padded(input_batch)
         return super().prepare_attn(input_batch, *args, **options)  # type: ignore[misc]
 

@@ -11,7 +11,7 @@ from longreach.methods.registry import choose
 
 KEY = "longreach"
 EXAMPLE = '{"longreach": {"decode": "kascade k=0.1"}}'
-# methods that work on vLLM's pages. The others need the whole prompt's queries, host memory or a model of their own
+# methods that work on vLLM's pages; the others need queries of the whole prompt, host memory or a converted model
 METHODS = ("dense", "streaming_llm", "kascade", "omnikv", "less_is_more", "quest", "loki", "mac")
 
 
@@ -23,7 +23,7 @@ class Settings:
 
     @classmethod
     def of(cls, config: Any) -> Settings | None:
-        """The settings of a VllmConfig; None if it does not ask for longreach.
+        """The settings of a VllmConfig; None if it has no key KEY.
 
         Raises InvalidInput, UnknownName or Unsupported for a key, method or option that does not fit.
         """

@@ -28,7 +28,7 @@ class Step:
 
 @dataclass(eq=False)
 class Metadata:
-    """What vLLM hands to the layers of one KV cache group. decode, prompt: rows of either kind, None if there are none.
+    """Passed by vLLM to the layers of one KV cache group. decode, prompt: rows of either kind, None if there are none.
 
     batch: the requests that read prompts, as vLLM's own kernels take them; None where longreach attends for them.
     """

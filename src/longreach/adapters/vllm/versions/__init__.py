@@ -1,4 +1,4 @@
-"""The versions of vLLM that longreach works with. Each has one file, with all that differs from the others."""
+"""The supported versions of vLLM. Each has one file, with everything that differs between versions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Version(Protocol):
     """The names that a version's file defines."""
 
     def prepare_process(self) -> None:
-        """Called before an engine that asks for longreach starts. It may be called again."""
+        """Called before an engine with longreach starts. It may be called again."""
 
     def cpu_isa(self, layer: Any) -> str:
         """The instruction set whose cache layout CPU_ATTN uses for an attention layer."""
 
     def forget_caches(self) -> dict[str, None]:
-        """Fields of CommonAttentionMetadata that hold results for its own rows, to be dropped for some of them."""
+        """Cached fields of CommonAttentionMetadata, set to None in a copy for some of its requests."""
 
 
 def found() -> str:
@@ -31,13 +31,13 @@ def found() -> str:
 
 
 def supported(version: str) -> str | None:
-    """The name in FILES of a version; None if longreach does not work with it."""
+    """The name in FILES of a version; None if it is not supported."""
     name = ".".join(version.split(".")[:2])
     return name if name in FILES else None
 
 
 def check() -> None:
-    """Raise Unsupported for a version of vLLM that longreach does not work with."""
+    """Raise Unsupported for a version of vLLM that is not supported."""
     version = found()
     if supported(version) is None:
         raise Unsupported(
