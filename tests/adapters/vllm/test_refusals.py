@@ -59,6 +59,7 @@ def test_options_of_longreach(given: Any, kind: type[LongreachError], message: s
          r"does not work with speculative decoding"),
         ({"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}, r"KV connectors"),
         ({"kv_offloading_size": 1.0}, r"KV connectors and KV offloading"),
+        ({"prefix_match_unit": 16}, r"cached prefixes that end within a page \(prefix_match_unit=16\)"),
         ({"kv_cache_dtype": "fp8"}, r"a quantised KV cache \(kv_cache_dtype=fp8"),
         ({"pipeline_parallel_size": 2}, r"pipeline parallelism, as layers choose keys for layers of other ranks"),
         ({"runner": "pooling"}, r"runner=pooling, which decodes nothing"),

@@ -57,6 +57,11 @@ def _refusals(config: Any) -> Iterator[str]:
         )
     if cache.cache_dtype not in PLAIN_CACHES:
         yield f"a quantised KV cache (kv_cache_dtype={cache.cache_dtype}); use one of {', '.join(PLAIN_CACHES)}"
+    if cache.prefix_match_unit not in (None, cache.block_size):
+        yield (
+            f"cached prefixes that end within a page (prefix_match_unit={cache.prefix_match_unit}): vLLM copies such "
+            f"pages without the state of a method; leave prefix_match_unit out"
+        )
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         yield "context parallelism; leave decode_context_parallel_size and prefill_context_parallel_size out"
     if parallel.pipeline_parallel_size > 1:

@@ -53,6 +53,7 @@ class Engine:
         self.layers: dict[int, Layer] = {}
         self.rotations: dict[int, Rotation] = {}
         self.batch_slots: Tensor | None = None
+        self._pages = set[int]()
         self.ledger = Ledger()
         self.on_layer: LayerHook | None = None
         self._context = config.compilation_config.static_forward_context  # keeps the key of `engine_of` alive
@@ -91,7 +92,13 @@ class Engine:
         self.layers = found
 
     def check_pages(self, page: int, dtype: torch.dtype) -> None:
-        """Raise Unsupported if the method's blocks of keys do not divide pages of `page` slots."""
+        """Raise Unsupported if the method's blocks of keys do not divide pages of `page` slots, or pages differ."""
+        self._pages.add(page)
+        if len(self._pages) > 1 and self.method.keeps == "tokens":
+            raise Unsupported(
+                f"{self.method.name} keeps state beside pages of keys, and vLLM has pages of {sorted(self._pages)} "
+                f"slots for this model, which it may copy in part; use a method that keeps nothing"
+            )
         for layer in self.layers.values():
             if layer.window is None:
                 call = self._call(layer.number, torch.empty(1, self._heads, page, self.shape.head_dim, dtype=dtype,
