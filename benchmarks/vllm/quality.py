@@ -36,7 +36,8 @@ def own(methods: list[str], lengths: list[int], samples: int, tasks: str) -> dic
     for entry in record["tasks"].values():
         for label, result in entry["results"].items():
             scores = [answer["score"] for answer in result["answers"]]
-            found[label][str(entry["length"])][entry["task"]] = scores
+            if label in found:  # dense attention is always measured
+                found[label][str(entry["length"])][entry["task"]] = scores
     return found
 
 

@@ -85,7 +85,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     found = Recorder(CPUImpl.forward, CPUBuilder.build)
 
-    def build(builder: Any, common_prefix_len: int, batch: Any, fast_build: bool = False) -> Any:
+    def build(builder: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        batch = common_attn_metadata
         if not found.steps:
             found.capture(builder, batch)
         if batch.max_query_len == 1:
