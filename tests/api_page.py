@@ -25,6 +25,7 @@ PARTS = {
     "Measure": ("evaluate", "perplexity", "compare"),
     "Stored documents": ("Documents", "ChunkStore", "ChunkPool"),
     "Trained attention": ("convert", "mka.register", "mka.revert", "mka.parameter_groups"),
+    "vLLM": ("vllm.report",),
     "Methods": (),  # all others
     "Errors": ("LongreachError",),
 }

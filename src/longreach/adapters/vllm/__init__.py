@@ -6,7 +6,10 @@ config has the key "longreach". Importing this package imports no part of vLLM.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from longreach.runtime import Report
 
 __all__ = ["register", "report"]
 
@@ -18,8 +21,8 @@ def register() -> None:
     install()
 
 
-def report(llm: Any) -> Any:
-    """The bytes that an engine's layers have read, summed over its ranks: a `longreach.runtime.Report`.
+def report(llm: Any) -> Report:
+    """The bytes that an engine's layers have read, summed over its ranks, as `Session.report` gives them.
 
     llm: a `vllm.LLM` that decodes by longreach. It must not generate at the same time.
     Raises InvalidInput for anything else.
