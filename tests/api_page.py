@@ -34,6 +34,7 @@ PARTS = {
     "Measure": ("evaluate", "perplexity", "compare", "calibrate"),
     "Stored documents": ("Documents", "ChunkStore", "ChunkPool"),
     "Trained attention": ("convert", "mka.register", "mka.revert", "mka.parameter_groups"),
+    "vLLM": ("vllm.report",),
     "Methods": (),  # all others
     "Errors": ("LongreachError",),
 }

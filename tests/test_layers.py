@@ -68,6 +68,7 @@ SHARED = {
         "call",
         "choosing",
         "error_bars",
+        "model_config",
         "plan_maker",
         "plan_rows",
         "registry",

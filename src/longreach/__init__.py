@@ -49,7 +49,8 @@ _NAMES = {
     "SnapKV": "longreach.methods.snapkv",
     "LongreachError": "longreach.errors",
 }
-_ROOMS = ("mka",)  # packages with names of their own for users: longreach.mka.register
+# packages with names of their own for users, as in longreach.mka.register
+_ROOMS = {"mka": "longreach.mka", "vllm": "longreach.adapters.vllm"}
 __all__ = ["__version__", *_NAMES, *_ROOMS]
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ if TYPE_CHECKING:
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
-        return import_module(f"longreach.{name}")
+        return import_module(_ROOMS[name])
     if name not in _NAMES:
         raise AttributeError(f"module 'longreach' has no attribute {name!r}; it has: {', '.join(__all__)}")
     return getattr(import_module(_NAMES[name]), name)

@@ -1,6 +1,6 @@
 """A pass over the layers of a model, without any engine: methods, their state, and the bytes they read."""
 
-from longreach.runtime.forward import Pass, attend_layer, drive
+from longreach.runtime.forward import Pass, attend_layer, drive, note_attended
 from longreach.runtime.ledger import Ledger, Pending
 from longreach.runtime.report import LayerReport, PlanReport, Report
 from longreach.runtime.segments import Segment
@@ -17,4 +17,5 @@ __all__ = [
     "StateStore",
     "attend_layer",
     "drive",
+    "note_attended",
 ]

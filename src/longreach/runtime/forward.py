@@ -13,8 +13,8 @@ from longreach.cache import SequenceState
 from longreach.errors import Unsupported
 from longreach.methods.base import Configured, Outcome, PromptObserver, is_count
 from longreach.methods.call import LayerCall, ModelShape, Phase
-from longreach.ops import KVView, Partial, Rows, Spans
-from longreach.ops.doors import EVERYTHING
+from longreach.ops import KVView, Partial, Rows, Selection, Spans
+from longreach.ops.doors import EVERYTHING, Read
 from longreach.ops.types import require
 from longreach.runtime.ledger import Ledger
 from longreach.runtime.segments import Segment, check_runs, check_segments
@@ -104,6 +104,33 @@ def attend_layer(
     on a GPU the caller answers for the values of an index), and for a method that has missed tokens (see
     `StateStore.get`).
     """
+    _enter(p, call, window)
+    if len(p.segments) == 1 and p.segments[0].index is None:
+        return _attend_segment(p, p.segments[0], call, window, written, around)
+    assert around is None, "attention of the layer's own, in a pass of several segments"
+    assert written is None, "more rows written than run, in a pass of several segments"
+    return _joined(p, call, window)
+
+
+def note_attended(p: Pass, call: LayerCall, impl: str, *, window: int | None = None) -> None:
+    """Observe and count rows of a layer that an engine's own kernels have attended for, densely or within a window.
+
+    For a pass of one segment, whose method must be `dense`. impl: the kernels' name, for reports. `on_layer` is not
+    called, as there is no result here. Raises what `attend_layer` raises.
+    """
+    (segment,) = p.segments
+    require(segment.method.name == "dense", lambda: f"method: expected dense, got {segment.method.name}")
+    _enter(p, call, window)
+    dense = EVERYTHING if window is None else Spans.window(window)
+    call.meter.kernels_used.add(impl)
+    call.count_read(Read.of(call.kv, dense))
+    none = Partial.empty(0, *call.rows.q.shape[1:], device=call.rows.q.device)
+    _observe(p, segment, call, window)
+    _count(p, segment, call, "dense", Outcome(none, None if window is None else _within(window)), dense)
+
+
+def _enter(p: Pass, call: LayerCall, window: int | None) -> None:
+    """Check the call of a layer that has not attended in this pass, and note that it has."""
     ok = window is None or is_count(window, 1)
     require(ok, lambda: f"window: layer {call.layer}: expected a count of tokens >= 1, or None, got {window!r}")
     require(
@@ -123,11 +150,6 @@ def attend_layer(
     if not p.layers:
         check_segments(p.segments, call.rows, len(call.slots))
     p.layers.add(call.layer)
-    if len(p.segments) == 1 and p.segments[0].index is None:
-        return _attend_segment(p, p.segments[0], call, window, written, around)
-    assert around is None, "attention of the layer's own, in a pass of several segments"
-    assert written is None, "more rows written than run, in a pass of several segments"
-    return _joined(p, call, window)
 
 
 def _joined(p: Pass, call: LayerCall, window: int | None) -> Outcome:
@@ -167,20 +189,34 @@ def _attend_segment(
         method = method if around is None else around.name or method
     else:
         dense, method = Spans.window(window), "dense"
-        outcome = Outcome(call.attend(dense), f"sliding window of {window}")
+        outcome = Outcome(call.attend(dense), _within(window))
+    _observe(p, segment, call, window, written)
+    _count(p, segment, call, method, outcome, dense)
+    if p.on_layer is not None:
+        p.on_layer(segment.phase, call, outcome)
+    return outcome
+
+
+def _within(window: int) -> str:
+    return f"sliding window of {window}"
+
+
+def _observe(p: Pass, segment: Segment, call: LayerCall, window: int | None, written: LayerCall | None = None) -> None:
+    """Give the rows to the segment's observers."""
     for observer in segment.observers:
         own = (call if written is None or observer.keeps != "tokens" else written).observer()
         if window is None and p.states is not None:  # without a cache nothing is ever decoded
             observer.observe_prompt(own, _state(p, observer, own))
         if p.ledger is not None:
             p.ledger.add_observer(segment.phase, own, observer)
+
+
+def _count(p: Pass, segment: Segment, call: LayerCall, method: str, outcome: Outcome, dense: Selection) -> None:
+    """Add the layer to the pass's ledger."""
     if p.ledger is not None and p.reads_of is not None:
         p.ledger.add_observer(segment.phase, call, p.reads_of)
     elif p.ledger is not None:
         p.ledger.add(segment.phase, call, method, outcome, dense)
-    if p.on_layer is not None:
-        p.on_layer(segment.phase, call, outcome)
-    return outcome
 
 
 def _state(p: Pass, method: PromptObserver, call: LayerCall) -> SequenceState | None:

@@ -27,10 +27,12 @@ class StateStore:
     shared_pages: whether sequences may share pages of keys, as prefix caches let them; KVCache never does. State of
         blocks of keys is then refused where blocks do not divide pages: a block that reaches past a shared page would
         describe the keys of one sequence to the other.
+    all_observed: whether the engine lets every method observe every token before it decodes, so that no call has to be
+        checked for it. KVCache records what each method has observed (`mark_observed`).
     """
 
-    def __init__(self, slots: int, *, shared_pages: bool = False):
-        self.slots, self.shared_pages = slots, shared_pages
+    def __init__(self, slots: int, *, shared_pages: bool = False, all_observed: bool = False):
+        self.slots, self.shared_pages, self.all_observed = slots, shared_pages, all_observed
         self._states: dict[Place, SequenceState | None] = {}
         self._generation = 0  # of states that were dropped
         self._observed: dict[PromptObserver, list[int]] = {}
@@ -48,7 +50,7 @@ class StateStore:
         sync: there it is enough that the method has observed as many tokens of some sequence.
         Raises Unsupported where pages may be shared and the method's blocks of keys do not divide them.
         """
-        if call.phase == "decode" and method.observes_prompt:
+        if call.phase == "decode" and method.observes_prompt and not self.all_observed:
             key = ("observed", id(method), id(call.rows.pos))  # once a pass, for layers with rows in the same slots
             if key not in call.shared:
                 self._check_call(method, call)
@@ -70,7 +72,7 @@ class StateStore:
         with torch.inference_mode(False):  # it outlives the mode this pass runs in
             state = method.new_state(call, self.slots)
         if self.shared_pages:
-            _check_blocks(method, state, call.kv)
+            check_blocks(method, state, call.kv)
         return state
 
     def of_model(self, name: Hashable, make: Callable[[], SequenceState]) -> SequenceState:
@@ -244,7 +246,7 @@ class StateStore:
     def select(self, slots: Tensor, pages: Sequence[Tensor]) -> StateStore:
         """A store of the sequences in `slots`, in this order. Raises Unsupported, naming what cannot be copied."""
         order = slots.tolist()
-        new = StateStore(len(order), shared_pages=self.shared_pages)
+        new = StateStore(len(order), shared_pages=self.shared_pages, all_observed=self.all_observed)
         for place, state in self._states.items():
             method, layer = place
             with _named(method.name):
@@ -297,7 +299,7 @@ def _named(name: str) -> Iterator[None]:
         raise Unsupported(f"{name}: {refusal}") from refusal
 
 
-def _check_blocks(method: PromptObserver, state: SequenceState | None, kv: KVView) -> None:
+def check_blocks(method: PromptObserver, state: SequenceState | None, kv: KVView) -> None:
     """Raise Unsupported for state of blocks that reach past a page of a block table."""
     if kv.block_table is not None and isinstance(state, PerTokenState) and kv.page % state.per:
         raise Unsupported(

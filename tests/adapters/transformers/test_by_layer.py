@@ -11,9 +11,10 @@ from transformers import AutoConfig
 import longreach
 from longreach import MAC, CacheConfig, Quest, StreamingLLM, attach
 from longreach.adapters.transformers import inspect_model
-from longreach.adapters.transformers.checks import config_hash, shape_of, shape_of_config
+from longreach.adapters.transformers.checks import shape_of
 from longreach.adapters.transformers.latent import check_kernels
 from longreach.errors import Unsupported
+from longreach.methods.model_config import config_hash, shape_of_config
 from longreach.methods.registry import METHODS
 from longreach.testing.tiny import BY_LAYER, SHAPE, random_tokens, save_tiny, tiny_model
 from tests.adapters.transformers.reference import (

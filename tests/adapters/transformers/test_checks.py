@@ -13,9 +13,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from longreach import Dense, OracleTopK, StreamingLLM, attach
-from longreach.adapters.transformers.checks import config_hash
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.call import ModelShape
+from longreach.methods.model_config import config_hash
 from longreach.testing.tiny import from_config, save_tiny, tiny_model
 from tests.adapters.transformers.reference import generate, model_of, prompt
 

@@ -37,7 +37,7 @@ from longreach.adapters.transformers.generate import (
     wrap_generate,
 )
 from longreach.adapters.transformers.hf_cache import LongreachCache
-from longreach.adapters.transformers.hybrid import attention_layers, facts_of, numbered
+from longreach.adapters.transformers.hybrid import facts_of, numbered
 from longreach.adapters.transformers.latent import EXPAND, check_kernels, kept_apart
 from longreach.adapters.transformers.mask import Mask
 from longreach.adapters.transformers.memory_notes import MemoryNotes
@@ -52,6 +52,7 @@ from longreach.adapters.transformers.step import Step, current, entered, plain_a
 from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
+from longreach.methods.model_config import attention_layers
 from longreach.methods.registry import choose, choose_eviction, choose_fusion
 from longreach.methods.slots import Eviction, Fusion, check_eviction, check_fusion
 from longreach.ops.attend import IMPLEMENTATIONS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Any
 
 import torch
@@ -12,40 +10,25 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.frequencies import check_frequencies
-from longreach.adapters.transformers.hybrid import (
-    BOTH,
-    NEITHER,
-    STATE,
-    attends_by_interface,
-    attention_layers,
-    check_hybrid,
-    is_hybrid,
-    rotates,
-)
-from longreach.adapters.transformers.latent import check_latent, is_latent, latent_width
+from longreach.adapters.transformers.hybrid import attends_by_interface, check_hybrid, rotates
+from longreach.adapters.transformers.latent import check_latent
 from longreach.adapters.transformers.rotary import attention_modules
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.call import ModelShape
+from longreach.methods.model_config import (
+    BOTH,
+    NEITHER,
+    STATE,
+    attention_layers,
+    is_hybrid,
+    is_latent,
+    shape_of_config,
+)
 from longreach.methods.slots import Eviction
 from longreach.ops.impl import has_numba
 
 KNOWN_LAYERS = ("full_attention", "sliding_attention", *STATE, *BOTH, *NEITHER)
-PLANNED_FOR = (  # fields of a configuration that identify a model in all versions of transformers
-    "model_type",
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_parameters",
-)
-PLANNED_FOR_LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")  # of models with MLA
-
-
-SIZES = ("head_dim", "hidden_size", "num_attention_heads", "num_key_value_heads")
 
 
 def text_config(model: PreTrainedModel) -> Any:
@@ -56,56 +39,6 @@ def text_config(model: PreTrainedModel) -> Any:
 def shape_of(model: PreTrainedModel) -> ModelShape:
     """The model's shape, for methods to check their options against."""
     return shape_of_config(text_config(model))
-
-
-def shape_of_config(config: Any) -> ModelShape:
-    """The same, of the configuration of a language model. Raises Unsupported where layers have different shapes."""
-    differ = {*SIZES} & {*(getattr(config, "per_layer_attributes", None) or ())}
-    if not differ <= {"head_dim", "num_key_value_heads"}:
-        raise Unsupported(
-            f"{type(config).__name__}: {', '.join(sorted(differ))} differ by layer; longreach supports that of "
-            f"head_dim and num_key_value_heads (as in Gemma-4)"
-        )
-    heads = config.num_attention_heads
-    if differ:
-        layers = [config.per_layer_config[layer] for layer in attention_layers(config)]
-        each = tuple((layer.num_key_value_heads or heads, layer.head_dim) for layer in layers)
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(each)
-        full = {shape for shape, kind in zip(each, kinds, strict=True) if kind != "sliding_attention"} or {*each}
-        if len(full) > 1:
-            raise Unsupported(
-                f"{type(config).__name__}: {', '.join(sorted(differ))} differ between layers without a sliding window; "
-                f"longreach supports one shape for these, as plans have it"
-            )
-        ((kv_heads, dim),) = full
-        by_layer = each if len(set(each)) > 1 else ()
-        return ModelShape(len(each), heads, kv_heads, dim, config_hash(config), by_layer=by_layer)
-    if is_latent(config):
-        return ModelShape(
-            layers=config.num_hidden_layers,
-            query_heads=heads,
-            kv_heads=1,
-            head_dim=latent_width(config),
-            config=config_hash(config),
-            values_in_keys=True,
-        )
-    return ModelShape(
-        layers=len(attention_layers(config)),
-        query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        config=config_hash(config),
-    )
-
-
-def config_hash(config: Any) -> str:
-    """Identifies the models that a plan was made for: another shape or rotary embedding gives another hash."""
-    names = PLANNED_FOR + (PLANNED_FOR_LATENT if is_latent(config) else ())
-    differ = {*(getattr(config, "per_layer_attributes", None) or ())}  # not to be read from the whole configuration
-    fields = {name: None if name in differ else getattr(config, name, None) for name in names}
-    if differ:
-        fields |= {name: [getattr(layer, name, None) for layer in config.per_layer_config] for name in sorted(differ)}
-    return hashlib.sha256(json.dumps(fields, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def cache_windows(model: PreTrainedModel) -> dict[int, int]:

@@ -14,34 +14,14 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from longreach.adapters.transformers.latent import is_latent
 from longreach.adapters.transformers.rotary import attention_modules
 from longreach.adapters.transformers.step import ModelFacts
 from longreach.errors import Unsupported
 from longreach.methods.call import ModelShape
+from longreach.methods.model_config import BOTH, STATE, attention_layers, is_hybrid, is_latent, layer_types
 from longreach.runtime import Report
 
-STATE = ("linear_attention", "conv")  # types of layers that keep a state and do not attend
-BOTH = ("hybrid",)  # of layers that do both
-NEITHER = ("mlp", "moe")
 METHODS = ("update_conv_state", "update_recurrent_state")  # by which a layer keeps its state in transformers' cache
-
-
-def layer_types(config: Any) -> tuple[str, ...]:
-    """The types of a model's layers; () if all of them attend alike."""
-    return tuple(getattr(config, "layer_types", None) or ())
-
-
-def is_hybrid(config: Any) -> bool:
-    """Whether a model has layers that keep a recurrent state. config: of its language model."""
-    return not {*STATE, *BOTH}.isdisjoint(layer_types(config))
-
-
-def attention_layers(config: Any) -> tuple[int, ...]:
-    """Numbers of the model's layers that attend, ascending: all, except in a hybrid model."""
-    if not is_hybrid(config):
-        return tuple(range(config.num_hidden_layers))
-    return tuple(n for n, kind in enumerate(layer_types(config)) if kind not in (*STATE, *NEITHER))
 
 
 def facts_of(config: Any, decoder: PreTrainedModel, shape: ModelShape, windows: dict[int, int]) -> ModelFacts:

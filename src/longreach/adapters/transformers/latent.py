@@ -21,21 +21,12 @@ from torch import Tensor, nn
 
 from longreach.errors import Unsupported
 from longreach.methods.call import ModelShape
+from longreach.methods.model_config import latent_width
 from longreach.ops.types import KERNEL_GROUP, KERNEL_WIDEST, WIDEST
 
 EXPAND = "expand_kv"  # the method of transformers' modules that makes keys and values of all heads
 NEEDED = ("kv_b_proj", EXPAND, "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank")
 TOLERANCE = 1e-4  # of expanded keys and values of size 1, in fp32
-
-
-def is_latent(config: Any) -> bool:
-    """Whether a model has MLA. config: of its language model."""
-    return getattr(config, "kv_lora_rank", None) is not None
-
-
-def latent_width(config: Any) -> int:
-    """Channels of a token's vector: the rotated ones and the latent."""
-    return int(config.qk_rope_head_dim + config.kv_lora_rank)
 
 
 def check_latent(name: str, config: Any, modules: list[nn.Module]) -> None:

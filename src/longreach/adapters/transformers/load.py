@@ -15,13 +15,13 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
-from longreach.adapters.transformers.checks import shape_of_config
 from longreach.adapters.transformers.mka import register
 from longreach.adapters.transformers.mka.baselines import PREFIX as MLA_PREFIX
 from longreach.adapters.transformers.mka.families import PREFIX as MKA_PREFIX
 from longreach.adapters.transformers.oom import out_of_memory
 from longreach.errors import InvalidInput, ModelFileError, OutOfMemory
 from longreach.methods.call import ModelShape
+from longreach.methods.model_config import shape_of_config
 
 MINI = "longreach-mini"
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longreach.adapters.transformers.checks import decoder_of, text_config
-from longreach.adapters.transformers.hybrid import attention_layers
 from longreach.adapters.transformers.rotary import attention_modules
 from longreach.errors import Unsupported
+from longreach.methods.model_config import attention_layers
 
 See = Callable[[int, Tensor, Tensor], None]
 
