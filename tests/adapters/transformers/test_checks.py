@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
 
 from longreach import Dense, OracleTopK, StreamingLLM, attach
+from longreach.adapters.transformers import checks
 from longreach.adapters.transformers.checks import check_version
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.call import ModelShape
@@ -267,7 +268,7 @@ def test_other_heads_than_language_models() -> None:
 def test_versions_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     for found in ("5.17.0", "5.23.0", "5.23.1.dev0"):
         check_version(found)
-    monkeypatch.setattr("transformers.__version__", "5.24.0")
+    monkeypatch.setattr(checks.transformers, "__version__", "5.24.0")
     with (
         pytest.raises(Unsupported, match=r"transformers 5\.24\.0 passes .* install 'transformers>=5\.17,<5\.24'"),
         attach(tiny_model("llama")),
