@@ -51,7 +51,7 @@ def test_texts_in_memory(loaded: tuple[Any, Any]) -> None:
     got = longreach.perplexity(*loaded, [TEXT, TEXT.upper()], length=128, decode_tokens=0)
     assert [one["name"] for one in got["files"]] == ["text 0", "text 1"]
     assert got["results"]["dense"]["decode"] is None and got["results"]["dense"]["prefill"]["perplexity"] > 1
-    with pytest.raises(InvalidInput, match="the longest text has 0 tokens"):
+    with pytest.raises(InvalidInput, match="text 0 is empty; give one with words in it"):
         longreach.perplexity(*loaded, "")
     with pytest.raises(UnknownName, match="qest"):
         longreach.perplexity(*loaded, TEXT, methods=["qest"])

@@ -130,13 +130,13 @@ def test_what_counts_as_observed() -> None:
     cache = KVCache(1, 2, state=store)
     k = torch.randn(20, 2, 16)
     step = cache.begin([0, 1], [10, 10])
-    cache.append(0, step, k, k)
+    cache.append(0, step, k, k.clone())
     cache.commit(step)
     store.mark_observed([quest, RING], [0, 1], [0, 0], [10, 10])
 
     def replaced(positions: Sequence[int], first: int, methods: Sequence[AttentionMethod]) -> None:
         step = cache.place([1], [positions], overwrite=True)
-        cache.append(0, step, k[: len(positions)], k[: len(positions)])
+        cache.append(0, step, k[: len(positions)], k[: len(positions)].clone())
         cache.commit(step)
         store.mark_observed(methods, [1], [first], cache.lengths[1:])
 
