@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from longreach import attach
 from longreach.testing.tiny import PAD_ID, random_tokens, tiny_model
 
 STEPS = 24
@@ -113,3 +114,15 @@ def assert_same_answer(got: Generated, want: Expected) -> None:
     rounding = 8 * torch.finfo(torch.float32).eps * want.truth.abs().max()
     error, theirs = ((x.logits - want.truth).abs().max() for x in (got, want.answer))
     assert error <= 2 * theirs + rounding, f"error {error:.2e}, eager's {theirs:.2e}"
+
+
+def assert_same_steps(family: str, layers: set[int] | None = None) -> None:
+    """64 greedy steps of an attached model are those of the plain one. layers: those in the report, if given."""
+    with attach(model_of(family)) as session:
+        got = generate(model_of(family), prompt(), steps=64)
+        report = session.report().layers
+        assert layers is None or {r.layer for r in report} == layers
+        assert {r.phase for r in report} == {"prefill", "decode"}
+    want = generate(model_of(family), prompt(), steps=64)
+    assert torch.equal(got.tokens, want.tokens)
+    assert (got.logits - want.logits).abs().max() < 1e-3 * want.logits.abs().max()

@@ -22,6 +22,7 @@ from longreach.methods.registry import METHODS
 from longreach.testing.tiny import LATENTS, SHAPE, from_config, random_tokens, save_tiny, tiny_model
 from tests.adapters.transformers.reference import (
     assert_same_answer,
+    assert_same_steps,
     eager_batch,
     eager_one,
     generate,
@@ -39,12 +40,7 @@ EVERYTHING: tuple[Any, ...] = (StreamingLLM(window=4096), Quest(k=1.0), Quest(k=
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_sequence(family: str) -> None:
-    with attach(model_of(family)) as session:
-        got = generate(model_of(family), prompt(), steps=64)
-        assert {r.phase for r in session.report().layers} == {"prefill", "decode"}
-    want = generate(model_of(family), prompt(), steps=64)
-    assert torch.equal(got.tokens, want.tokens)
-    assert (got.logits - want.logits).abs().max() < 1e-3 * want.logits.abs().max()
+    assert_same_steps(family)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

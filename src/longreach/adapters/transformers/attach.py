@@ -46,9 +46,10 @@ from longreach.adapters.transformers.options import refuse_options
 from longreach.adapters.transformers.padding import real_tokens
 from longreach.adapters.transformers.recurrent import recurrent_pass
 from longreach.adapters.transformers.registration import register, release
-from longreach.adapters.transformers.rotary import attention_modules, cos_sin, find_rotation, probing
+from longreach.adapters.transformers.rotary import attention_modules
+from longreach.adapters.transformers.rotary_hook import note_rotary
 from longreach.adapters.transformers.session_caches import SessionCaches
-from longreach.adapters.transformers.step import Step, current, entered, plain_append
+from longreach.adapters.transformers.step import Step, entered, plain_append
 from longreach.cache import CacheConfig
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.base import AttentionMethod
@@ -483,19 +484,5 @@ class Session(SessionCaches):
 
     def _note_rotary(self) -> None:
         self._notes_rotary = True
-
-        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if probing() or (given := kwargs.get("position_embeddings")) is None:
-                return
-            pair = cos_sin(given)
-            step = current()
-            layer = step.facts.layer(int(module.layer_idx))  # type: ignore[arg-type]
-            if pair is None:
-                step.facts.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
-                return
-            if layer not in step.facts.rotations:
-                step.facts.rotations[layer] = find_rotation(module, args, kwargs)
-            step.rotary[layer] = pair
-
         for module in attention_modules(self._decoder):
-            self._undo.append(module.register_forward_pre_hook(note, with_kwargs=True).remove)
+            self._undo.append(module.register_forward_pre_hook(note_rotary, with_kwargs=True).remove)
