@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from longreach.adapters.transformers import attach
+from longreach.adapters.transformers import attach, rotary_hook
 from longreach.adapters.transformers.rotary import find_rotation
 from longreach.errors import InvalidInput, Unsupported
 from longreach.evals.attention import Attention
@@ -123,12 +122,10 @@ def _right(model: Any, tokens: list[int], rows: range) -> int:
 
 
 def test_queries_of_a_layer_whose_rotation_is_unknown_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = sys.modules["longreach.adapters.transformers.attach"]  # its function of that name hides it
-
     def unknown(layer: Any, args: Any, kwargs: Any) -> Any:
         return "a layout of its own" if layer.layer_idx == 1 else find_rotation(layer, args, kwargs)
 
-    monkeypatch.setattr(module, "find_rotation", unknown)
+    monkeypatch.setattr(rotary_hook, "find_rotation", unknown)
     task = Attention(tiny_model("llama"), tiny_tokenizer(), length=LENGTH, samples=1, rows=2)
     found = task.run()["results"]
     assert "a layout of its own" in found["queries_unknown"]["1"] and set(found["queries_unknown"]) == {"1"}
