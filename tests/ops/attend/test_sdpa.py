@@ -9,6 +9,7 @@ import torch
 
 from longreach.errors import Unsupported
 from longreach.ops import KVView, Partial, RowRange, Rows, Spans, attend
+from longreach.ops import impl as impl_module
 from longreach.ops.attend import resolve, sdpa
 from longreach.ops.attend.triton_join import join
 from longreach.ops.partial import merge
@@ -72,6 +73,55 @@ def test_auto_on_a_cpu() -> None:
     short = random_kv([200], heads=1, dim=16)
     rows = Rows(torch.randn(200, 2, 16), torch.zeros(200).long(), torch.arange(200), (RowRange(200, 0, 0),))
     assert resolve("auto", rows, short, Spans.dense()) == "reference"
+
+
+def decode_rows(lengths: list[int], dtype: torch.dtype, page: int | None = None, heads: int = 8) -> tuple[Rows, KVView]:
+    """The last token of each sequence; 2 KV heads, memory of poison where no key lies."""
+    kv = random_kv(lengths, heads=2, dim=64, page=page, dtype=dtype)
+    pos = torch.tensor(lengths) - 1
+    runs = tuple(RowRange(1, b, n - 1) for b, n in enumerate(lengths))
+    return Rows(torch.randn(len(lengths), heads, 64).to(dtype), torch.arange(len(lengths)), pos, runs), kv
+
+
+@pytest.mark.parametrize("page", [None, 64])
+@pytest.mark.parametrize("lengths", [[1], [333], [5, 41, 700]])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [2, 8])
+def test_one_row_of_each_sequence(lengths: list[int], page: int | None, dtype: torch.dtype, heads: int) -> None:
+    rows, kv = decode_rows(lengths, dtype, page, heads)
+    want, got = in_fp64(rows, kv), attend(rows, kv, Spans.dense(), scale=0.125, impl="sdpa_cpu")
+    rounded = (want.out.to(dtype).double() - want.out).abs().max()
+    assert float((got.out.double() - want.out).abs().max()) <= 2 * rounded + 1e-5
+    torch.testing.assert_close(got.lse.double(), want.lse, rtol=1e-5, atol=1e-4)
+
+
+def test_auto_decodes_short_contexts_on_a_cpu() -> None:
+    """Longer ones, more sequences and pages of several are Numba's."""
+    pytest.importorskip("numba")
+    longest = sdpa.SHORT // (2 * 2 * 64 * 4)
+    for lengths, dtype, page, impl in (
+        ([longest], torch.float32, None, "sdpa_cpu"),
+        ([longest + 1], torch.float32, None, "numba"),
+        ([longest + 1], torch.bfloat16, None, "sdpa_cpu"),
+        ([90] * sdpa.FEW, torch.float32, None, "sdpa_cpu"),
+        ([90] * (sdpa.FEW + 1), torch.float32, None, "numba"),
+        ([90, 70], torch.float32, 64, "numba"),
+        ([90], torch.float16, None, "numba"),
+    ):
+        rows, kv = decode_rows(lengths, dtype, page)
+        assert resolve("auto", rows, kv, Spans.dense()) == impl, (lengths, dtype, page)
+        assert resolve("auto", replace(rows, runs=None), kv, Spans.dense()) == "numba"
+    rows, kv = decode_rows([90], torch.float32)
+    assert resolve("auto", rows, kv, Spans.window(40)) == "numba"
+    assert resolve("auto", rows, kv, Spans.dense(), softcap=2.0) == "numba"
+
+
+def test_auto_without_numba_decodes_all_lengths_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(impl_module, "_installed", lambda package: False)
+    for count in (1, sdpa.FEW + 1):
+        rows, kv = decode_rows([sdpa.SHORT // (2 * 2 * 64 * 4) + 1] * count, torch.float32)
+        assert resolve("auto", rows, kv, Spans.dense()) == "sdpa_cpu"
+        assert resolve("auto", rows, kv, Spans.window(40)) == "reference"
 
 
 @pytest.mark.parametrize("page", [None, 16, 64, 1000])

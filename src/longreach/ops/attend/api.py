@@ -53,15 +53,16 @@ def resolve(
     "auto" is Triton on a GPU, but for plain dense prefill of long prompts, which goes to torch's fastest exact kernel,
     cuDNN's, for whole prompts. It is "cpu" for few rows over spans or lists of a view with `calls`. On a CPU it is
     Numba where that is installed, for few rows a sequence; torch's flash attention for dense prefill of long prompts
-    and of their later chunks; and the reference for all else.
+    and of their later chunks, and for dense decoding of short contexts, or of all where Numba is not installed; and the
+    reference for all else.
     """
     weight = getattr(selection, "log_weight", None)
     given = (rows, kv, weight, sink_logit)
     if kv.calls is not None and not isinstance(selection, (Spans, Lists)):  # of a prompt's tiles
         given = (rows, replace(kv, calls=None), weight, sink_logit)
     name = IMPLEMENTATIONS.choose(impl, rows.q.device, *given)
-    if impl == "auto" and name in ("triton", "reference"):
-        return sdpa_for(rows, kv, selection, softcap, sink_logit) or name
+    if impl == "auto" and name in ("triton", "reference", "numba"):
+        return sdpa_for(rows, kv, selection, softcap, sink_logit, name) or name
     return name
 
 

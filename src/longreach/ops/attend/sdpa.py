@@ -14,22 +14,40 @@ from longreach.ops.types import KVView, Partial, RowRange, Rows, describe
 
 LONG = 256  # rows of a run from which these kernels are worth their set-up
 WIDEST = 128  # channels of a head that cuDNN takes in all its versions
+SHORT = 5 << 20  # bytes of keys and values of a sequence: they are read before a thread of Numba has started
+FEW = 4  # sequences: each is a call of its own
 
 
 def sdpa_for(
-    rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None
+    rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None, else_: str
 ) -> str | None:
-    """The implementation here that "auto" means for these arguments, None if it means none.
+    """The implementation here that "auto" means for these arguments, None if it means none. else_: what it then means.
 
     On a GPU whole prompts go to cuDNN. Later chunks go to attend's Triton kernel: cuDNN's is faster there, but builds a
-    plan of 0.1 s for each number of cached tokens and each capacity of the cache.
+    plan of 0.1 s for each number of cached tokens and each capacity of the cache. On a CPU these kernels also decode:
+    short contexts, and all where Numba is not installed.
     """
     runs, name = rows.runs or (), "sdpa_cpu" if rows.q.device.type == "cpu" else "sdpa_cudnn"
+    if name == "sdpa_cpu" and runs and all(run.rows == 1 for run in runs):
+        return (
+            name if _decodes(rows, kv, else_) and not _refusal(rows, kv, selection, softcap, sink_logit, name) else None
+        )
+    if else_ == "numba":
+        return None
     if not runs or min(run.rows for run in runs) < LONG:
         return None
     if name == "sdpa_cudnn" and (rows.q.shape[2] > WIDEST or any(run.first for run in runs)):
         return None
     return None if _refusal(rows, kv, selection, softcap, sink_logit, name) else name
+
+
+def _decodes(rows: Rows, kv: KVView, else_: str) -> bool:
+    """Whether torch's kernel for a CPU is the fastest for one new row of each sequence. It must not copy keys."""
+    if rows.q.dtype == torch.float16 or (kv.block_table is not None and len(kv.k) > 1):
+        return False
+    longest = max(run.first or 0 for run in rows.runs or ()) + 1
+    size = 2 * kv.heads * rows.q.shape[2] * rows.q.element_size() * longest
+    return else_ == "reference" or (size <= SHORT and len(rows.runs or ()) <= FEW)
 
 
 def cudnn(
@@ -85,6 +103,9 @@ def cpu(
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> list[tuple[Tensor, Tensor]]:
         heads, past = k.shape[1], k.shape[2] - q.shape[2]
+        if q.shape[2] == 1:  # it sees all keys, and so may the query heads of a group as rows
+            out, lse = kernel(q.reshape(1, heads, -1, q.shape[3]), k, v, 0.0, False, scale=scale)
+            return [(out.reshape(q.shape), lse.reshape(q.shape[:3]))]
 
         def over(q: Tensor, some: slice, causal: bool) -> Partial:
             out, lse = kernel(q, k[:, :, some], v[:, :, some], 0.0, causal, scale=scale)
