@@ -15,6 +15,7 @@ from longreach.bench.check_method import LayerErrors
 from longreach.bench.check_step import Steps, Verdict
 from longreach.bench.clock import Clock
 from longreach.bench.decoding import BANDWIDTH, Decoding, Stepped, entry_of
+from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
 from longreach.cache import Append, DecodeBuffers, KVCache
 from longreach.errors import InvalidInput
@@ -155,6 +156,22 @@ def test_a_method_whose_layers_are_right_is_kept_with_its_bound() -> None:
     assert (entry["error"], entry["error_bound"]) == (check["error"], check["error_bound"])
     assert check["of_captured"] <= check["of_captured_bound"] == 2 * result["error_bound"]
     assert entry["left_out"] > 100 * entry["error"]  # a tenth of the keys is no exact attention
+
+
+def test_what_attention_takes_of_a_step_is_judged() -> None:
+    """Of what whole steps take more than one whose attention reads nothing."""
+    case = tiny(CASES["8b-kascade-128k-b1"])
+    result = bench("transformers_static").run(case)
+    times = {e["name"]: e["microseconds"]["median"] for e in result["entries"]}
+    rest = times.pop("without attention")
+    (target,) = judge(CASES["8b-kascade-128k-b1"], result["entries"])
+    assert target["got"] == pytest.approx((times["captured step"] - rest) / (times["kascade: captured step"] - rest))
+    entry = next(e for e in result["entries"] if e["name"] == "without attention")
+    assert entry["settings"]["keys_and_values_read"] == 0 and entry["error"] is None
+    assert (
+        judge(CASES["8b-kascade-128k-b1"], [e for e in result["entries"] if e["name"] != "without attention"])[0]["got"]
+        is None
+    )
 
 
 @pytest.mark.parametrize(("layer", "factor"), swept([(1, 1.001), (3, 0.999)], 1))

@@ -13,6 +13,7 @@ STEPS, USER, FUSION, EVICT, HOST = "steps", "user", "fusion", "evict", "host"
 KASCADE_PREFILL = "kascade-prefill"  # a prompt in all layers of a model
 FIRST_TOKEN = "first-token"  # a prompt of a whole model, dense and by Kascade
 PREFILLS = "transformers prefill", "dense prefill"  # entries: the model's own prefill, by transformers and by longreach
+WITHOUT_ATTENTION = "without attention"  # entry: the step of a model whose attention reads nothing
 # quantities that must not exceed their bound
 MOST = (
     "microseconds", "time over", "% of KV", "% of KV held", "% of dense", "peak memory over", "ms of choosing",
@@ -68,9 +69,10 @@ class Target:
 
     "speed over baseline" is over the faster of FlashInfer and FlashAttention-3, "speed over fastest" over the fastest
     of them and torch's kernels, "speed over" over one of ours, or over the best of one of theirs, "speed over prefill"
-    over the faster of PREFILLS. "% of KV": what a method keeps for a sequence, of the sequence's keys and values; "% of
-    KV held": what a cache holds of those of its prompts. "% of dense": bytes that a step reads, of those that dense
-    attention reads. "mass of chosen keys": what they weigh, over the keys that
+    over the faster of PREFILLS. "attention speed over" is of whole steps, of what each takes more than the step of the
+    same model WITHOUT_ATTENTION. "% of KV": what a method keeps for a sequence, of the sequence's keys and values;
+    "% of KV held": what a cache holds of those of its prompts. "% of dense": bytes that a step reads, of those that
+    dense attention reads. "mass of chosen keys": what they weigh, over the keys that
     exact scores choose. "best tokens/s": the most, of all sequences together, of the entries whose names begin with
     `of`. "peak memory over": over that of the entry `over`, in the phase (prefill or decoding) where the
     ratio is larger. "ms of choosing": of the device, tokens of a fused prompt. "slowest step over median": of the steps
@@ -80,7 +82,7 @@ class Target:
     quantity: Literal[
         "speed over baseline", "speed over fastest", "microseconds", "TB/s", "speed over", "time over",
         "share of limit", "% of KV", "% of KV held", "% of dense", "mass of chosen keys", "speed over prefill",
-        "peak memory over", "ms of choosing", "best tokens/s", "slowest step over median",
+        "peak memory over", "ms of choosing", "best tokens/s", "slowest step over median", "attention speed over",
     ]  # fmt: skip
     bound: float
     of: str = "contiguous"

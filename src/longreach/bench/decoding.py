@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longreach.bench.case import Case
+from longreach.bench.case import WITHOUT_ATTENTION, Case
 from longreach.bench.check import WrongResult
 from longreach.bench.check_method import UNSTEADY, LayerErrors, MethodVerdict, judge_method
 from longreach.bench.check_step import COUNT, Steps, Verdict, passes, relative, require_right, run_steps
@@ -29,8 +29,11 @@ from longreach.bench.memory import allocated_bytes, peak_bytes, release, reset_p
 from longreach.bench.stack import planned
 from longreach.bench.targets import judge
 from longreach.bench.timing import Timing
+from longreach.cache import SequenceState
 from longreach.errors import InvalidInput
-from longreach.methods.base import AttentionMethod
+from longreach.methods.base import AttentionMethod, Outcome
+from longreach.methods.call import LayerCall
+from longreach.ops import Partial
 from longreach.records.launches import Launched, together
 
 Say = Callable[[str], None]
@@ -74,6 +77,17 @@ class Stepped:
     def named(self, prefix: str, **more: Any) -> list[dict[str, Any]]:
         """The entries with a prefix before their names, and further fields."""
         return [{**entry, "name": f"{prefix}{entry['name']}", **more} for entry in self.entries]
+
+
+@dataclass(frozen=True)
+class NoAttention(AttentionMethod):
+    """All of a model's step but attention: keys and values are appended and reads counted, outputs are zeros."""
+
+    name = "no attention"
+    phases = ("decode",)
+
+    def run(self, call: LayerCall, state: SequenceState | None) -> Outcome:
+        return Outcome(Partial.empty(*call.rows.q.shape, device=call.rows.q.device))
 
 
 class Decoding:
@@ -233,7 +247,10 @@ class Decoding:
         verdict = self.judge_method(f"{case.name}: {name}", case, ours, dense)
         left_out = relative(ours.done.logits[: len(exact), :1], exact[:, :1])
         named = ours.named(f"{name}: ", error=verdict.error, error_bound=verdict.error_bound, left_out=left_out)
-        return named, {f"{name}: {what}": s for what, s in ours.setup.items()}, {"check_method": verdict.recorded()}
+        rest = self.step(case, model, ids, NoAttention()).entries[0]
+        rest |= {"name": WITHOUT_ATTENTION, "error": None, "error_bound": None, "unchecked": NoAttention.__doc__}
+        setup = {f"{name}: {what}": s for what, s in ours.setup.items()}
+        return [*named, rest], setup, {"check_method": verdict.recorded()}
 
     @torch.no_grad()
     def step(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from longreach.bench.case import PREFILLS, Case, Target
+from longreach.bench.case import PREFILLS, WITHOUT_ATTENTION, Case, Target
 from longreach.errors import InvalidInput
 
 RIVALS = ("flashinfer", "flash_attention_3")  # the faster of them is what attend's speed is compared with
@@ -51,6 +51,11 @@ def _judged(target: Target, entries: list[dict[str, Any]]) -> dict[str, Any]:
         than = str(target.over)
         other = ours[than]["microseconds"]["median"]
         got = other / time if target.quantity == "speed over" else time / other
+    elif target.quantity == "attention speed over":
+        than = str(target.over)
+        if than in ours and WITHOUT_ATTENTION in ours:
+            other, rest = (ours[name]["microseconds"]["median"] for name in (than, WITHOUT_ATTENTION))
+            got = (other - rest) / (time - rest)
     elif target.quantity == "microseconds":
         got = time
     elif target.quantity == "TB/s":
