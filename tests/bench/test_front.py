@@ -78,3 +78,19 @@ def test_without_records(tmp_path: Path) -> None:
     assert front.headline(tmp_path) == "No measurements yet." and front.drawn(tmp_path) == []
     assert front.picture(tmp_path) is None
     assert front.table(tmp_path).count("| - | - | - | - |") == len(front.METHODS)
+
+
+def test_results_are_what_targets_of_records_got(tmp_path: Path) -> None:
+    """Each row names a target that a case of its record has, and shows what it got there."""
+    assert len(front.measured(RESULTS).splitlines()) == 2 + len(front.RESULTS) and "| - |" not in front.measured(
+        RESULTS
+    )
+    row = front.RESULTS[0]
+    targets = [
+        {"of": row.of, "quantity": "microseconds", "got": 5.0},
+        {"of": row.of, "quantity": row.quantity, "got": 3.0},
+    ]
+    add(tmp_path / f"{row.record}.json", row.record, row.case, {"targets": targets})
+    shown = front.measured(tmp_path).splitlines()[2:]
+    assert f"| 3 times {row.over} |" in shown[0]
+    assert all("| - |" in line for line in shown[1:])

@@ -1,4 +1,4 @@
-"""README's headline, its table of methods, and the picture of their quality against the bytes that they read."""
+"""README's headline, its tables, and the picture of quality against the bytes that methods read."""
 
 from __future__ import annotations
 
@@ -24,43 +24,64 @@ FORCED = ("mac",)  # its hits were forced for timing
 
 @dataclass(frozen=True)
 class Shown:
-    """A row of the table. page: its documentation, from the root. record, label: where its score is, None if nowhere.
-
-    reads: what a decode step reads, in words.
-    """
+    """A row of the table. page: its documentation, from the root. record, label: where its score is; None: nowhere."""
 
     method: str
     page: str | None
     paper: str
     slots: str
-    reads: str
     label: str | None
     record: str = SCORES
 
 
 METHODS = (
-    Shown("dense", None, "-", "prefill, decode", "everything", "dense"),
+    Shown("dense", None, "-", "prefill, decode", "dense"),
     Shown("streaming_llm", None, "[2309.17453](https://arxiv.org/abs/2309.17453)", "prefill, decode",
-          "sinks and a recent window", "streaming_llm window=0.21367"),
+          "streaming_llm window=0.21367"),
     Shown("kascade", "docs/kascade/README.md", "[2512.16391](https://arxiv.org/abs/2512.16391)", "prefill, decode",
-          "all keys in a few anchor layers, the best 10% in the layers after them",
           "kascade plan=benchmarks/plans/kascade-mini-0-4-8.json", "mini-kascade-anchors"),
-    Shown("mac", "docs/mac/README.md", "[2604.00235](https://arxiv.org/abs/2604.00235)", "decode",
-          "a ring of recent queries, and the keys since the nearest", "mac tau=0.75", "mini-mac-16384"),
-    Shown("magicpig", "docs/magicpig/README.md", "[2410.16179](https://arxiv.org/abs/2410.16179)", "decode",
-          "hash tables, and a weighted sample of the keys", "magicpig", "mini-magicpig-group-16384"),
-    Shown("loki", "docs/plans.md", "[2406.02542](https://arxiv.org/abs/2406.02542)", "decode",
-          "a quarter of each key's channels, then the best keys", "loki k=0.08738"),
+    Shown("mac", "docs/mac/README.md", "[2604.00235](https://arxiv.org/abs/2604.00235)", "decode", "mac tau=0.75",
+          "mini-mac-16384"),
+    Shown("magicpig", "docs/magicpig/README.md", "[2410.16179](https://arxiv.org/abs/2410.16179)", "decode", "magicpig",
+          "mini-magicpig-group-16384"),
+    Shown("loki", "docs/plans.md", "[2406.02542](https://arxiv.org/abs/2406.02542)", "decode", "loki k=0.08738"),
     Shown("quest", None, "[2406.10774](https://arxiv.org/abs/2406.10774)", "decode",
-          "bounds of blocks of 16 keys, then the best blocks", "quest dense_layers=[0] k=0.07937"),
-    Shown("omnikv", None, "Hao et al., ICLR 2025", "decode",
-          "all keys in a few layers, one set for all heads in the others", "omnikv layers=[0,4] k=0.05577"),
-    Shown("less_is_more", None, "[2508.07101](https://arxiv.org/abs/2508.07101)", "decode",
-          "as `omnikv`, with recent keys in the set", "less_is_more k=0.05577"),
-    Shown("block_mka", "docs/block_mka.md", "Block-MKA", "prefill, decode",
-          "a window, a code of each block of 64 keys, the best 8 blocks", None),
-    Shown("oracle_top_k", None, "-", "decode", "all keys to choose, then the best 10%: an upper bound",
-          "oracle_top_k k=0.1 dense_layers=[0]"),
+          "quest dense_layers=[0] k=0.07937"),
+    Shown("omnikv", None, "Hao et al., ICLR 2025", "decode", "omnikv layers=[0,4] k=0.05577"),
+    Shown("less_is_more", None, "[2508.07101](https://arxiv.org/abs/2508.07101)", "decode", "less_is_more k=0.05577"),
+    Shown("block_mka", "docs/block_mka.md", "Block-MKA", "prefill, decode", None),
+    Shown("oracle_top_k", None, "-", "decode", "oracle_top_k k=0.1 dense_layers=[0]"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row of the table of results: what a target of a case got.
+
+    what: in words; over: what it is compared with, in words. case, of, quantity: whose target it is, of a record.
+    """
+
+    what: str
+    over: str
+    record: str
+    case: str
+    of: str
+    quantity: str
+
+
+RESULTS = (
+    Result("attention of a prompt of 128K, 32 layers, `kascade`", "as fast as FlashAttention-3", "kascade-prefill",
+           "kascade-prefill-128k-10pct", "kascade", "speed over"),
+    Result("first token after a prompt of 128K, `kascade`", "as fast as dense", "first-token", "first-token-128k",
+           "kascade", "speed over"),
+    Result("decode attention at 128K, batch 32, `magicpig`", "as fast as the fastest dense kernel", "magicpig-decode",
+           "magicpig-128k-b32", "(10,75) group", "speed over fastest"),
+    Result("a token at 96K, keys and values in host memory, `magicpig`", "as fast as dense over the same link", "host",
+           "host-96k-b1", "magicpig (10,75) group", "speed over"),
+    Result("first token after 16K of stored documents, `a3`", "as fast as an exact prefill", "fusion", "fusion-16k",
+           "a3 0.15", "speed over prefill"),
+    Result("a token of `attach` + `model.generate`, dense, 32K", "the time of `longreach.generate`", "user",
+           "user-32k-b1", "attach + model.generate, captured", "time over"),
 )  # fmt: skip
 
 
@@ -97,13 +118,12 @@ def score(results: Path, row: Shown) -> Score | None:
 
 
 def table(results: Path) -> str:
-    """Markdown: each method's slots, bytes, score and time of a step."""
+    """Markdown: each method's slots, bytes that its decode step reads, score and time of a step."""
     cases = _steps(results)
     head = [
         "method",
         "paper",
         "slots",
-        "a decode step reads",
         "bytes",
         "score, of dense's",
         "step, batch 1",
@@ -115,8 +135,29 @@ def table(results: Path) -> str:
         name = f"[`{row.method}`]({row.page})" if row.page else f"`{row.method}`"
         told = ["-", "-"] if got is None else [f"{got.reads:.0%}", f"{got.mean:.1%} of {got.dense:.1%}{got.note}"]
         times = [_over(cases.get(case), row.method) for case in SPEEDS]
-        lines.append(f"| {' | '.join([name, row.paper, row.slots, row.reads, *told, *times])} |")
+        lines.append(f"| {' | '.join([name, row.paper, row.slots, *told, *times])} |")
     return "\n".join(lines)
+
+
+def measured(results: Path) -> str:
+    """Markdown: what the targets of RESULTS got, and the records that hold it."""
+    lines = ["| measured | | record |", "|---|---|---|"]
+    for row in RESULTS:
+        got = _got(results, row)
+        told = "-" if got is None else f"{got:.3g} times {row.over}" if got >= 1.1 else f"{got:.2f} of {row.over}"
+        lines.append(f"| {row.what} | {told} | [{row.record}](benchmarks/results/{row.record}.json) |")
+    return "\n".join(lines)
+
+
+def _got(results: Path, row: Result) -> float | None:
+    path = results / f"{row.record}.json"
+    cases = read_cases(path)["cases"] if path.is_file() else {}
+    found = (
+        t["got"]
+        for t in cases.get(row.case, {}).get("targets", [])
+        if (t["of"], t["quantity"]) == (row.of, row.quantity)
+    )
+    return next(found, None)
 
 
 def headline(results: Path) -> str:
