@@ -78,6 +78,7 @@ def passes(
     batch: sequences that keys were drawn for, of which the first B are computed, None: B. window: number of last keys
     visible to each row, its own among them; None: all. draw: of the keys and values, None: `synthetic.kv_of`.
     """
+    from longreach.adapters.transformers.cache_name import CACHE
     from longreach.adapters.transformers.synthetic import filled_dynamic_cache, kv_of
 
     count, steps = read.shape
@@ -91,7 +92,7 @@ def passes(
     def logits() -> Tensor:
         cache = filled_dynamic_cache(model, batch or count, tokens, seed, sequences=count, last=last,
                                      draw=draw or kv_of)  # fmt: skip
-        return model(input_ids=read, past_key_values=cache, **given).logits
+        return model(input_ids=read, **{CACHE: cache}, **given).logits
 
     plain = logits()
     with computing_in(model, WIDER[model.dtype]):

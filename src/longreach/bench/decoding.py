@@ -427,20 +427,21 @@ class Decoding:
 
     @torch.no_grad()
     def _transformers(self, case: Case, model: Any, ids: Tensor, exact: Tensor, most: float) -> dict[str, Any]:
+        from longreach.adapters.transformers.cache_name import CACHE
         from longreach.adapters.transformers.synthetic import filled_static_cache
 
         torch.compiler.reset()  # a second length would be compiled for any length, and be slower
         tokens, new = case.shape.context, self.steps + WARM + 1 + PROFILED
         cache = filled_static_cache(model, case.shape.batch, tokens, room=128, seed=self.seed)
-        theirs = model(input_ids=ids[:, tokens : tokens + 1], past_key_values=cache).logits[:, -1]
+        theirs = model(input_ids=ids[:, tokens : tokens + 1], **{CACHE: cache}).logits[:, -1]
         error = relative(theirs, exact)
         if not error <= most:
             raise WrongResult(f"{case.name}: transformers' logits differ by {error:.2e}, more than {most:.1e}")
         clock = Clock(self.device, (new - PROFILED, PROFILED))
         started = self.now()
         model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new, do_sample=False,
-            streamer=clock,
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, streamer=clock,
+            **{CACHE: cache},
         )  # fmt: skip
         setup = clock.times[WARM] - started
         compiled = hasattr(model, "_compiled_call") and self.device.type == "cuda"

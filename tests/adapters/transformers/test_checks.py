@@ -10,11 +10,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    DynamicCache,
+)
 
 from longreach import Dense, OracleTopK, StreamingLLM, attach
-from longreach.adapters.transformers import checks
-from longreach.adapters.transformers.checks import check_version
+from longreach.adapters.transformers import cache_name
 from longreach.errors import ConcurrentUse, InvalidInput, UnknownName, Unsupported
 from longreach.methods.call import ModelShape
 from longreach.methods.model_config import config_hash
@@ -265,12 +270,20 @@ def test_other_heads_than_language_models() -> None:
         assert torch.allclose(model(prompt()).logits, want, rtol=0, atol=1e-4)
 
 
-def test_versions_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for found in ("5.17.0", "5.23.0", "5.23.1.dev0"):
-        check_version(found)
-    monkeypatch.setattr(checks.transformers, "__version__", "5.24.0")
-    with (
-        pytest.raises(Unsupported, match=r"transformers 5\.24\.0 passes .* install 'transformers>=5\.17,<5\.24'"),
-        attach(tiny_model("llama")),
-    ):
-        pass
+@pytest.mark.parametrize("name", sorted({cache_name.OLD, cache_name.CACHE}))
+@torch.no_grad()
+def test_either_name_of_the_cache(name: str) -> None:
+    """In a call of the model, of its decoder and of generate."""
+    model = tiny_model("llama")
+    want = model(prompt(30)).logits[:, -1]
+    with attach(model) as session:
+        cache = session.new_cache()
+        for first in (0, 20):
+            out = model(prompt(30)[:, first : first + 20], **{name: cache})
+        assert cache.columns == 30 and torch.allclose(out.logits[:, -1], want, rtol=0, atol=1e-4)
+        cache.crop(10)
+        model.model(prompt(30)[:, -10:], **{name: cache})
+        model.generate(torch.cat([prompt(30), prompt(30)[:, :5]], 1), max_new_tokens=2, **{name: cache})
+        assert cache.columns == 36
+        with pytest.raises(Unsupported, match=f"{cache_name.CACHE}: longreach brings its own cache"):
+            model.generate(prompt(30), max_new_tokens=2, **{name: DynamicCache()})

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache
 
 from longreach.adapters.transformers.attention import NAME
 from longreach.adapters.transformers.automatic_plans import PlanSession
+from longreach.adapters.transformers.cache_name import CACHE, renamed
 from longreach.adapters.transformers.checks import (
     cache_windows,
     check_chunks,
@@ -351,8 +352,9 @@ class Session(SessionCaches):
 
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
+            kwargs = renamed(kwargs)
             given = signature.bind(*args, **kwargs).arguments
-            cache, before = given.get("past_key_values"), self._padding
+            cache, before = given.get(CACHE), self._padding
             ours, self._padding = cache if isinstance(cache, LongreachCache) else None, given.get("attention_mask")
             try:
                 with memory_errors(), nullcontext() if ours is None else ours.restored_on_error():
@@ -369,7 +371,7 @@ class Session(SessionCaches):
         @torch.compiler.disable(reason="longreach's attention keeps state between layers")
         @functools.wraps(forward)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
+            given = {**dict(zip(names, args, strict=False)), **renamed(kwargs)}
             with self._exclusive(), memory_errors():
                 check_pass(self._decoder, given)
                 step = self._begin(given)
@@ -464,14 +466,14 @@ class Session(SessionCaches):
 
     def _cache(self, given: dict[str, Any], batch: int) -> LongreachCache | None:
         """The cache of this pass; the fresh one that generate or the model would use is replaced by ours."""
-        past, use = given.get("past_key_values"), given.get("use_cache")
+        past, use = given.get(CACHE), given.get("use_cache")
         if isinstance(past, LongreachCache):
             if past.owner is not self:
-                raise InvalidInput("past_key_values belongs to another session; use session.new_cache()")
+                raise InvalidInput(f"{CACHE} belongs to another session; use session.new_cache()")
             if past.batch != batch:
-                raise InvalidInput(f"past_key_values holds {past.batch} sequences, the input has {batch}")
+                raise InvalidInput(f"{CACHE} holds {past.batch} sequences, the input has {batch}")
             if past.invalid:
-                raise InvalidInput(f"past_key_values: {past.invalid}")
+                raise InvalidInput(f"{CACHE}: {past.invalid}")
             return past
         if past is None and not (text_config(self.model).use_cache if use is None else use):
             return None
@@ -479,7 +481,7 @@ class Session(SessionCaches):
         fresh = self._phases is not None and type(past) is DynamicCache and past.get_seq_length() == 0
         if past is not None and not (fresh and not past.offloading):
             raise Unsupported(foreign_cache(past))
-        ours = given["past_key_values"] = self.new_cache(batch)
+        ours = given[CACHE] = self.new_cache(batch)
         return ours
 
     def _note_rotary(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
@@ -54,18 +53,8 @@ def cache_windows(model: PreTrainedModel) -> dict[int, int]:
     return {n: int(layer.sliding_window) for n, layer in enumerate(layers) if getattr(layer, "is_sliding", False)}
 
 
-def check_version(found: str) -> None:
-    """Raise Unsupported for versions of transformers whose layers name the cache otherwise than longreach expects."""
-    if tuple(int(part) for part in found.split(".")[:2]) >= (5, 24):
-        raise Unsupported(
-            f"transformers {found} passes the cache of a model under another name (cache, before: past_key_values), "
-            f"which longreach does not support yet; install 'transformers>=5.17,<5.24'"
-        )
-
-
 def decoder_of(model: nn.Module) -> PreTrainedModel:
     """The decoder that longreach wraps. Raises InvalidInput, Unsupported."""
-    check_version(transformers.__version__)
     if not isinstance(model, PreTrainedModel):
         raise InvalidInput(
             f"expected a transformers model, got {type(model).__name__}; attach to the model itself, before "

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from longreach.adapters.transformers.hybrid import keeps_state
 from longreach.errors import Unsupported
 
-CACHE = ("cache_params", "past_key_values")  # parameters by which transformers' layers take their cache
+CACHES = ("cache_params", "past_key_values", "cache")  # parameters by which transformers' layers take their cache
 TOKENS = 2  # of each pass
 KINDS = ("conv_states", "recurrent_states")
 
@@ -44,7 +44,7 @@ def check_continued(reason: str | None) -> None:
 
 def _ignored(module: nn.Module, config: Any) -> str | None:
     """The kind of state that the module does not take, else None."""
-    name = next(n for n in inspect.signature(module.forward).parameters if n in CACHE)
+    name = next(n for n in inspect.signature(module.forward).parameters if n in CACHES)
     weight = next(p for p in module.parameters() if p.is_floating_point())
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 2 * TOKENS, config.hidden_size, generator=generator).to(weight.device, weight.dtype)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from longreach.adapters.transformers.cache_name import CACHE, renamed
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.errors import ConcurrentUse, InvalidInput, Unsupported
@@ -78,12 +79,12 @@ def wrap_generate(session: Session, generate: Callable[..., Any]) -> Callable[..
     @functools.wraps(generate)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         given = dict(signature.bind(*args, **kwargs).arguments)
-        given.update(given.pop(rest, {}))
+        given.update(renamed(given.pop(rest, {})))
         refuse_search(session.model, given)
         mask = given.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask[:, -1].all()):
             raise InvalidInput(PADDED_END)
-        cache = given.get("past_key_values")
+        cache = given.get(CACHE)
         if cache is not None and not isinstance(cache, LongreachCache):
             raise Unsupported(foreign_cache(cache))
         captured = _captured_loop(session, given)
@@ -118,7 +119,7 @@ def _captured_loop(session: Session, given: dict[str, Any]) -> Callable[..., Any
     if session.loop == "plain":
         return None
     setting = functools.partial(_first, _settings(session.model, given))
-    why = session.plain_reason = why_not_captured(session, setting, given.get("past_key_values"))
+    why = session.plain_reason = why_not_captured(session, setting, given.get(CACHE))
     if why is None:
         return StepLoop(session, given.get("streamer"))
     if session.loop == "captured":
@@ -138,7 +139,7 @@ def refuse_serving(name: str) -> Callable[..., Any]:
 def foreign_cache(cache: Any) -> str:
     """Why another cache than the session's is refused."""
     return (
-        f"past_key_values: longreach brings its own cache and cannot take over a {type(cache).__name__}; "
+        f"{CACHE}: longreach brings its own cache and cannot take over a {type(cache).__name__}; "
         f"leave it out, or pass session.new_cache()"
     )
 

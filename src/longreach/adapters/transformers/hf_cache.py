@@ -20,6 +20,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.latent import joined
 from longreach.adapters.transformers.oom import memory_errors
 from longreach.adapters.transformers.recurrent import RecurrentState
@@ -54,7 +55,7 @@ class _Layer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         step = current()
         if step.cache is not self.cache:
-            raise InvalidInput("a cache of another session was passed as past_key_values; use session.new_cache()")
+            raise InvalidInput(f"a cache of another session was passed as {CACHE}; use session.new_cache()")
         step.written[self.index] = (key_states, value_states)
         if step.facts.latent:  # two parts of one vector
             k = v = step.rows(joined(key_states, value_states))

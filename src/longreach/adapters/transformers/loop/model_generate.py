@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers.generation import stopping_criteria as criteria
 
+from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop import run as running
 from longreach.adapters.transformers.loop.sampling import Ends
@@ -112,12 +113,12 @@ class StepLoop:
     ) -> Tensor:  # fmt: skip
         """int64 [B, T + new]: prompts and answers."""
         columns, most = input_ids.shape[1], stopping_criteria.max_length
-        passed = isinstance(model_kwargs.get("past_key_values"), LongreachCache)
+        passed = isinstance(model_kwargs.get(CACHE), LongreachCache)
         if not passed:
             prompts = (input_ids, model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask"))
             room = max(x.shape[1] for x in prompts if x is not None) + most - columns
-            model_kwargs["past_key_values"] = self.session.static_cache(len(input_ids), room)
-        cache: LongreachCache = model_kwargs["past_key_values"]
+            model_kwargs[CACHE] = self.session.static_cache(len(input_ids), room)
+        cache: LongreachCache = model_kwargs[CACHE]
         choose = _Chooser(input_ids, most, logits_processor, stopping_criteria, generation_config, self.generator)
         run = self.run = running.DecodeRun(
             self.session, most - columns, Ends((), 0), choose, graph=self.graph, compile=self.compile,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longreach.adapters.transformers.cache_name import CACHE, renamed
 from longreach.adapters.transformers.mka.attached import SessionLevels
 from longreach.adapters.transformers.mka.levels import PASS, QUERIES, SHARD, LevelsPass
 from longreach.adapters.transformers.mka.memory import Memory, PassMemory, StepMemory, check_positions, tokens_of
@@ -44,9 +45,7 @@ class MemoryAttention(GivenProjections):
         tokens, p = kwargs.pop(TOKENS, None), kwargs.pop(PASS, None)
         if probing():
             return super().forward(hidden_states, *args, **kwargs)
-        results, more = self._results(
-            hidden_states, tokens, p, kwargs.get("past_key_values"), kwargs.get("position_ids")
-        )
+        results, more = self._results(hidden_states, tokens, p, renamed(kwargs).get(CACHE), kwargs.get("position_ids"))
         wider = self.mka.config.caches_level_2 and self._one_projection
         with self.given(results), _twice(self) if wider else nullcontext():
             return super().forward(hidden_states, *args, **kwargs, **more)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache, DynamicLayer
 
+from longreach.adapters.transformers.cache_name import CACHE
 from longreach.errors import InvalidInput, Unsupported
 from longreach.mka.config import MKAConfig
 from longreach.mka.fast import FastMemory
@@ -100,7 +101,7 @@ class MemoryLayer(DynamicLayer):
 def layer_of(cache: Any, layer: int) -> MemoryLayer:
     """The layer of a cache, made ready for a memory. Raises Unsupported for caches that do not keep all keys."""
     if not isinstance(cache, Cache):
-        raise Unsupported(f"past_key_values: MKA takes a DynamicCache, got {type(cache).__name__}")
+        raise Unsupported(f"{CACHE}: MKA takes a DynamicCache, got {type(cache).__name__}")
     if cache.layer_class_to_replicate is not None:  # as transformers does at a layer's first keys
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())
@@ -109,7 +110,7 @@ def layer_of(cache: Any, layer: int) -> MemoryLayer:
         found.__class__ = MemoryLayer
     if not isinstance(found, MemoryLayer):
         raise Unsupported(
-            f"past_key_values: MKA takes a DynamicCache, whose layers keep all keys, and layer {layer} of this "
+            f"{CACHE}: MKA takes a DynamicCache, whose layers keep all keys, and layer {layer} of this "
             f"{type(cache).__name__} is a {type(found).__name__}; leave cache_implementation out"
         )
     return found
@@ -122,7 +123,7 @@ def held_in(cache: Any, layer: int) -> Held:
     columns = {n: x.get_seq_length() for n, x in enumerate(cache.layers) if isinstance(x, MemoryLayer)}
     if len(set(columns.values())) > 1:
         raise InvalidInput(
-            f"past_key_values: layers hold {sorted(set(columns.values()))} columns, not all the same (a pass failed?); "
+            f"{CACHE}: layers hold {sorted(set(columns.values()))} columns, not all the same (a pass failed?); "
             f"start with an empty cache"
         )
     return held
@@ -139,7 +140,7 @@ def memory_before(layer: MemoryLayer, number: int, config: MKAConfig, tokens: To
     memory = held.memory
     if held.config != config or memory is None or tokens.fresh:
         why = "documents were packed into it" if memory is None else "a model with other options of MKA filled it"
-        raise InvalidInput(f"past_key_values: layer {number} cannot be continued, as {why}; start with an empty cache")
+        raise InvalidInput(f"{CACHE}: layer {number} cannot be continued, as {why}; start with an empty cache")
     if memory.sums is None or fresh.sums is None:
         return memory
     room = max(0, fresh.sums.shape[1] - memory.sums.shape[1])
@@ -152,7 +153,7 @@ def _checked(layer: MemoryLayer, number: int) -> Held:
     if layer.held is None or layer.held.columns != columns:
         seen = 0 if layer.held is None else layer.held.columns
         raise InvalidInput(
-            f"past_key_values: layer {number} holds {columns} columns, of which this model has seen {seen} (a cache of "
+            f"{CACHE}: layer {number} holds {columns} columns, of which this model has seen {seen} (a cache of "
             f"another model, or of a pass that failed?); start with an empty cache"
         )
     return layer.held

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import MARK
+from longreach.adapters.transformers.cache_name import CACHE, renamed
 from longreach.adapters.transformers.mka.attention import TOKENS, MemoryAttention
 from longreach.adapters.transformers.mka.cache_layers import Held, held_in
 from longreach.adapters.transformers.mka.levels import PASS, LevelsPass
@@ -38,7 +39,7 @@ def describe_tokens(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
 
     A keyword, as gradient checkpointing repeats layers after other passes. In a longreach session the step has them.
     """
-    given = {**dict(zip(_names(type(decoder).forward), args, strict=False)), **kwargs}
+    given = {**dict(zip(_names(type(decoder).forward), args, strict=False)), **renamed(kwargs)}
     if MARK in decoder.__dict__:
         return (), _with_positions(given)
     ids = given.get("input_ids")
@@ -46,7 +47,7 @@ def describe_tokens(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str,
     if not isinstance(ids, Tensor) or ids.dim() < 2 or not ids.shape[1]:
         raise InvalidInput("expected input_ids [B, T] or inputs_embeds [B, T, width] with at least one token")
     batch, length = ids.shape[:2]
-    held = _held(decoder, given.get("past_key_values"), batch)
+    held = _held(decoder, given.get(CACHE), batch)
     past, columns, first = (None, 0, None) if held is None else (held.count, held.columns, held.first_position)
     mask = _mask(given.get("attention_mask"), batch, length, past, columns)
     positions = given.get("position_ids")
@@ -88,7 +89,7 @@ def _held(decoder: nn.Module, cache: Any, batch: int) -> Held | None:
     first = next(m for m in attention_modules(decoder) if isinstance(m, MemoryAttention))
     held = held_in(cache, int(first.layer_idx))  # type: ignore[call-overload]
     if len(held.count) != batch:
-        raise InvalidInput(f"past_key_values holds {len(held.count)} sequences, the input has {batch}")
+        raise InvalidInput(f"{CACHE} holds {len(held.count)} sequences, the input has {batch}")
     return held
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.mka.cache_layers import Held, MemoryLayer, layer_of, memory_before
 from longreach.adapters.transformers.step import Step
 from longreach.cache.mix_state import MixState, Turn
@@ -44,8 +45,8 @@ class PassMemory:
         """cache: of the pass, or None. Raises Unsupported, InvalidInput."""
         if cache is None and not tokens.fresh:
             raise InvalidInput(
-                "past_key_values: layers do not get the cache of this pass (gradient checkpointing drops it); call the "
-                "model without past_key_values, or in eval mode"
+                f"{CACHE}: layers do not get the cache of this pass (gradient checkpointing drops it); call the model "
+                f"without {CACHE}, or in eval mode"
             )
         return cls(config, number, tokens, None if cache is None else layer_of(cache, number))
 
