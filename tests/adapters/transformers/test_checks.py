@@ -281,7 +281,7 @@ def test_either_name_of_the_cache(name: str) -> None:
         for first in (0, 20):
             out = model(prompt(30)[:, first : first + 20], **{name: cache})
         assert cache.columns == 30 and torch.allclose(out.logits[:, -1], want, rtol=0, atol=1e-4)
-        cache.crop(10)
+        cache.crop(-10)
         model.model(prompt(30)[:, -10:], **{name: cache})
         model.generate(torch.cat([prompt(30), prompt(30)[:, :5]], 1), max_new_tokens=2, **{name: cache})
         assert cache.columns == 36

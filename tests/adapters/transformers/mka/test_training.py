@@ -58,7 +58,7 @@ def test_checkpointing_without_a_cache_that_was_given_is_refused() -> None:
     model, tokens = converted().train(), random_tokens(1, 12)
     cache = model(tokens).past_key_values
     model.gradient_checkpointing_enable()
-    with pytest.raises(InvalidInput, match="layers do not get the cache of this pass"):
+    with torch.enable_grad(), pytest.raises(InvalidInput, match="layers do not get the cache of this pass"):
         model(tokens, past_key_values=cache)
 
 
