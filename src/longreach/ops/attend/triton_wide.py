@@ -1,0 +1,77 @@
+"""How attend's kernel for wide heads and large groups is launched: its pieces of heads and channels, and its tuning.
+
+Decode is bound by memory: of N keys of D channels a KV head's K and V are read from memory once (once in all where V
+is K), whatever the group; items of one KV head read them again from L2. For DeepSeek-V3 (576 channels, 128 query heads)
+at 32K keys that is 38 MB, 8 us at 4.8 TB/s, through L2 twice, and 9.7 GFLOP, which the tensor cores need longer for
+than the memory: 16 us at 600 TFLOP/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from longreach.ops.attend import triton_tuning as narrow
+from longreach.ops.attend.tiles import Tiles
+from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, next_power_of_2
+from longreach.ops.tile_lists import RowTiles
+
+WIDE, MANY = 256, 16  # the most channels, and query heads of a KV head, that attend_pieces takes
+
+
+def is_wide(dim: int, group: int) -> bool:
+    """Whether a launch is of attend_wide."""
+    return dim > WIDE or group > MANY
+
+
+def channels(dim: int) -> tuple[int, int]:
+    """Powers of two that hold `dim` channels together; the second is 0 where the first is enough."""
+    if dim <= WIDE:
+        return max(16, next_power_of_2(dim)), 0
+    first = 1 << (dim.bit_length() - 1)
+    return first, max(16, next_power_of_2(dim - first)) if dim > first else 0
+
+
+def most_rows(dim: int, dtype: torch.dtype) -> int:
+    """Rows x heads of an item: 64 fill the tensor cores (wgmma), and their sums take 150 registers of 256 threads."""
+    if dtype == torch.float32:
+        return 16 if dim > WIDE else 32
+    return 64
+
+
+def heads_of_item(dim: int, group: int, dtype: torch.dtype) -> int:
+    """Query heads of an item: the largest divisor of the group that fits."""
+    most = most_rows(dim, dtype)
+    return max(n for n in range(1, min(group, most) + 1) if group % n == 0)
+
+
+def tuning(
+    dtype: torch.dtype, dim: int, m: int, *, lists: bool, page: int, dense: bool, items: int, shared: bool
+) -> Tuning:
+    """The launch for m rows x heads of an item. shared: values are the keys. By registers and shared memory of compute
+    capability 9.0; not measured yet."""
+    if INTERPRETED:
+        return Tuning(32, 1, 1, 1)
+    if dim <= WIDE:
+        wide = max(16, next_power_of_2(dim))
+        return narrow.tuning(dtype, wide, m, lists=lists, page=page, dense=dense, items=items)
+    if dtype == torch.float32:
+        return Tuning(16, 4, 2, 1)
+    return Tuning(32, 4 if m <= 16 else 8, 3 if shared else 2, 1, unit=32 if dense else 16)
+
+
+def keeping(t: Tuning) -> Tuning:
+    """The launch of a dense pass that writes its logits: blocks lie at their multiples, so a unit is a block."""
+    return replace(t, unit=t.block)
+
+
+def tiles_of(tiles: RowTiles, most: int) -> Tiles:
+    """A prompt's tiles, cut into pieces of at most `most` rows."""
+    table = tiles.rows
+    size = min(table.shape[1], most)
+    spare = -table.shape[1] % size
+    if spare:
+        table = torch.nn.functional.pad(table, (0, spare), value=-1)
+    table = table.reshape(-1, size).contiguous()
+    return Tiles(table.shape[0], size, table=table)
