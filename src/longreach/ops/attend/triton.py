@@ -178,17 +178,20 @@ def _plan(
     keys: ScoringKeys | None = None,
     finished_apart: bool = False,
 ) -> _Plan:
-    _, heads, dim = rows.q.shape
+    count, heads, dim = rows.q.shape
     group = kv.group(rows)
     large = wider.is_wide(dim, group)
-    together = wider.heads_of_item(dim, group, rows.q.dtype) if large else group
+    together = wider.heads_of_item(group, wider.most_rows(dim, rows.q.dtype, count)) if large else group
     if isinstance(selection, TileLists):
         choice = _choice(selection.lists, split, rows)
-        choice = choice._replace(lists=(*choice.lists, _bound(selection.own.spans[0].start)[0]))
+        choice = choice._replace(spans=((_bound(selection.own.spans[0].start)[0],), *choice.spans[1:]))
     else:
         choice = _choice(selection, split, rows)
     axis, per_item = (heads, 1) if choice.apart else (heads // together, together)
-    most = wider.most_rows(dim, rows.q.dtype) // per_item if large else _rows_at_once(dim, per_item, rows.q.dtype)
+    if large:
+        most = wider.most_rows(dim, rows.q.dtype, count) // per_item
+    else:
+        most = _rows_at_once(dim, per_item, rows.q.dtype)
     if isinstance(selection, TileLists):
         assert selection.tiles is not None
         tiles = wider.tiles_of(selection.tiles, most)
@@ -200,7 +203,9 @@ def _plan(
     mr = tiles.size * per_item
     m = max(fewest, next_power_of_2(mr))
     i2, x = next_power_of_2(items), next_power_of_2(tiles.size * own)
-    dealt = items <= 1024 and i2 * x <= MOST_DEALT and not isinstance(selection, TileLists)
+    dealt = items <= 1024 and i2 * x <= MOST_DEALT
+    if large:
+        dealt = dealt and count < wider.PROMPT and not isinstance(selection, TileLists)
     wide = max(16 if keys is None else 32, next_power_of_2(dim))
     k = kv.k if keys is None else keys.k
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1

@@ -1,9 +1,9 @@
 """How attend's kernel for wide heads and large groups is launched: its pieces of heads and channels, and its tuning.
 
 Decode is bound by memory: of N keys of D channels a KV head's K and V are read from memory once (once in all where V
-is K), whatever the group; items of one KV head read them again from L2. For DeepSeek-V3 (576 channels, 128 query heads)
-at 32K keys that is 38 MB, 8 us at 4.8 TB/s, through L2 twice, and 9.7 GFLOP, which the tensor cores need longer for
-than the memory: 16 us at 600 TFLOP/s.
+is K), whatever the group; items of one KV head read them again from L2. For heads of 512 channels and 8 KV heads, 32K
+keys are 537 MB, 130 us at 4.2 TB/s. For DeepSeek-V3 (576 channels, 128 query heads) they are 38 MB, 9 us. Its 9.7 GFLOP
+take longer: 30 us at the 325 TFLOP/s of tiles of 32 heads, which read the keys four times through L2, 27 us at 5.5 TB/s.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, next_power_o
 from longreach.ops.tile_lists import RowTiles
 
 WIDE, MANY = 256, 16  # the most channels, and query heads of a KV head, that attend_pieces takes
+PROMPT = 256  # rows from which a call is a prompt's: an item has a program of its own
 
 
 def is_wide(dim: int, group: int) -> bool:
@@ -33,16 +34,19 @@ def channels(dim: int) -> tuple[int, int]:
     return first, max(16, next_power_of_2(dim - first)) if dim > first else 0
 
 
-def most_rows(dim: int, dtype: torch.dtype) -> int:
-    """Rows x heads of an item: 64 fill the tensor cores (wgmma), and their sums take 150 registers of 256 threads."""
+def most_rows(dim: int, dtype: torch.dtype, rows: int) -> int:
+    """Rows x heads of an item, in a call of `rows` rows.
+
+    Wide heads of a prompt take 64, which fill wgmma. In decode steps 32 do without spills, as the loop over what a
+    program was dealt leaves fewer registers.
+    """
     if dtype == torch.float32:
         return 16 if dim > WIDE else 32
-    return 64
+    return 32 if dim > WIDE and rows < PROMPT else 64
 
 
-def heads_of_item(dim: int, group: int, dtype: torch.dtype) -> int:
-    """Query heads of an item: the largest divisor of the group that fits."""
-    most = most_rows(dim, dtype)
+def heads_of_item(group: int, most: int) -> int:
+    """Query heads of an item: the largest divisor of the group up to `most`."""
     return max(n for n in range(1, min(group, most) + 1) if group % n == 0)
 
 
@@ -58,7 +62,10 @@ def tuning(
         return narrow.tuning(dtype, wide, m, lists=lists, page=page, dense=dense, items=items)
     if dtype == torch.float32:
         return Tuning(16, 4, 2, 1)
-    return Tuning(32, 4 if m <= 16 else 8, 3 if shared else 2, 1, unit=32 if dense else 16)
+    unit = 32 if dense else 16
+    if m <= 16:
+        return Tuning(32, 4, 3 if shared else 2, 2, unit=unit)
+    return Tuning(32, 8, 3 if shared and m <= 32 else 2, 1, unit=unit)
 
 
 def keeping(t: Tuning) -> Tuning:

@@ -113,7 +113,7 @@ def _piece(
         listed = tl.where(over, top, entries * BLOCK)
         stream = listed
         if OWN_KEYS:
-            own = tl.max(streams.bound(lists[5], row, row * 0, pos, True, False), 0)
+            own = tl.max(streams.bound(spans[0][0], row, row * 0, pos, True, False), 0)
             stream += tl.maximum(top - own, 0)
     else:
         for s in tl.static_range(SPANS):
@@ -267,7 +267,7 @@ def attend_wide(
 ):  # fmt: skip
     """attend. Arguments as attend_pieces has them, but keys are never 8-bit. BD + BT channels hold D. SUBS: items
     that a KV head's query heads are cut into. counting: `form` for lengths of streams, of whole KV heads where spans
-    are. SHARED: values are the keys. OWN_KEYS: a tile's keys from lists[5], a bound, on follow its list; not dealt out.
+    are. SHARED: values are the keys. OWN_KEYS: a tile's keys from spans[0][0], a bound, on follow its list.
     """
     out, lse, sink, pieces, ends_at, heads, row_count = result
     program = tl.program_id(0)
