@@ -44,7 +44,7 @@ def tuning(dtype: torch.dtype, wide: int) -> Tuning:
     if wide > 256:  # not measured yet
         if dtype == torch.float32:
             return Tuning(16, 16, 4, 1, 2048)
-        return Tuning(64, 64, 8, 2, 2048) if wide <= 512 else Tuning(32, 32, 4, 2, 2048)
+        return Tuning(64, 64, 8, 2, 2048) if wide <= 512 else Tuning(32, 32, 8, 2, 2048)
     if dtype == torch.float32:
         return Tuning(128, 32, 8, 2, 2048) if wide <= 128 else Tuning(64, 16, 8, 2, 2048)
     return Tuning(128, 128, 8, 2, 2048) if wide <= 128 else Tuning(128, 64, 8, 2, 2048)
