@@ -41,7 +41,7 @@ def most_rows(dim: int, dtype: torch.dtype, rows: int) -> int:
     program was dealt leaves fewer registers.
     """
     if dtype == torch.float32:
-        return 16 if dim > WIDE else 32
+        return 16 if dim > WIDE // 2 else 32
     return 32 if dim > WIDE and rows < PROMPT else 64
 
 
@@ -57,11 +57,13 @@ def tuning(
     capability 9.0; not measured yet."""
     if INTERPRETED:
         return Tuning(32, 1, 1, 1)
+    if dtype == torch.float32 and dim > WIDE // 2:
+        return Tuning(16, 4, 2, 1)
+    if WIDE // 2 < dim <= WIDE and m > 32:
+        return Tuning(64, 8, 2, 1)
     if dim <= WIDE:
         wide = max(16, next_power_of_2(dim))
         return narrow.tuning(dtype, wide, m, lists=lists, page=page, dense=dense, items=items)
-    if dtype == torch.float32:
-        return Tuning(16, 4, 2, 1)
     unit = 32 if dense else 16
     if m <= 16:
         return Tuning(32, 4, 3 if shared else 2, 2, unit=unit)
