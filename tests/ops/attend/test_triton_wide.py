@@ -13,7 +13,7 @@ from longreach.ops.attend import Entries, attend_amend
 from longreach.ops.attend import triton as kernels
 from longreach.ops.attend import triton_wide as wide
 from longreach.testing.inputs import poison, random_kv, random_rows
-from longreach.testing.selections import Kind, prompt_tiles, random_lists, random_selection, random_spans
+from longreach.testing.selections import Kind, prompt_tiles, random_lists, random_selection
 from tests.ops.attend import test_amend, test_score_and_pool
 from tests.ops.attend.kept import check_kept, check_values
 from tests.ops.attend.kernels import HALF, check, here
@@ -138,7 +138,9 @@ def test_other_shapes_and_passes_are_refused() -> None:
     kv = random_kv([5], heads=1, dim=512)
     rows = random_rows(kv, 1)
     wants = replace(rows, q=rows.q.clone().requires_grad_())
-    with pytest.raises(Unsupported, match=r"backward.*takes 256 channels a head and 16 query heads.*got 512 and 2"):
+    with pytest.raises(
+        Unsupported, match=r"backward of attend.*up to 256 channels a head and 16 query heads.*got 512 and 2"
+    ):
         attend(here(wants), here(kv), Spans.dense(), scale=1.0, impl="triton")
     keys = ScoringKeys(torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(kv.k.shape[:3]))
     with pytest.raises(Unsupported, match=r"scores 8-bit keys of up to 256 channels.*got 512 and 2"):

@@ -14,11 +14,10 @@ from longreach.ops.attend import backward_plan as plans
 from longreach.ops.attend import triton_pairs as pairs
 from longreach.ops.attend.triton_backward_launches import Form, Problem, Results
 from longreach.ops.attend.triton_tuning import INTERPRETED
-from longreach.ops.attend.triton_wide import MANY as MOST_HEADS
-from longreach.ops.attend.triton_wide import WIDE, is_wide
+from longreach.ops.attend.triton_wide import is_wide
 from longreach.ops.partial import merge
 from longreach.ops.selection import Lists, Selection, Spans, slots_seen
-from longreach.ops.types import KVView, Partial, Rows
+from longreach.ops.types import PLAIN_GROUP, PLAIN_WIDEST, KVView, Partial, Rows
 
 
 def wanted(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None) -> bool:
@@ -34,7 +33,10 @@ def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
         units = kv.heads if selection.per == "kv" else rows.q.shape[1]
         pairs = rows.q.shape[0] * units * selection.index.shape[2]
     for refused, message in (
-        (is_wide(dim, group), f"takes {WIDE} channels a head and {MOST_HEADS} query heads a KV head, got {dim} and {group}"),
+        (
+            is_wide(dim, group),
+            f"takes {PLAIN_WIDEST} channels a head and {PLAIN_GROUP} query heads a KV head, got {dim} and {group}",
+        ),
         (kv.block_table is not None, "takes contiguous memory, not a block table"),
         (kv.slot_pos is not None, "takes slots that are positions, not slot_pos"),
         (not isinstance(selection, (Spans, Lists)), f"takes Spans and Lists, got {type(selection).__name__}"),

@@ -8,9 +8,9 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend.triton import launch_into, refuse
 from longreach.ops.attend.triton_tuning import Tuning
-from longreach.ops.attend.triton_wide import MANY, WIDE, is_wide
+from longreach.ops.attend.triton_wide import is_wide
 from longreach.ops.selection import Selection, Spans
-from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
+from longreach.ops.types import PLAIN_GROUP, PLAIN_WIDEST, KVView, Logits, Partial, Rows, ScoringKeys
 
 DENSE = Spans.dense()
 
@@ -58,8 +58,8 @@ def _keep(
     count, heads, dim = rows.q.shape
     if keys is not None and is_wide(dim, kv.group(rows)):
         raise Unsupported(
-            f"score_keys' Triton kernel scores 8-bit keys of up to {WIDE} channels a head (where its sums are exact) and "
-            f"{MANY} query heads a KV head, got {dim} and {kv.group(rows)}; score the keys themselves, or use "
+            f"score_keys' Triton kernel scores 8-bit keys of up to {PLAIN_WIDEST} channels a head (where its sums are "
+            f"exact) and {PLAIN_GROUP} query heads a KV head, got {dim} and {kv.group(rows)}; score the keys themselves, or use "
             f"impl='reference'"
         )
     out = rows.q.new_empty((1, count, heads, dim), dtype=torch.float32) if values else None

@@ -16,8 +16,9 @@ from longreach.ops.attend import triton_tuning as narrow
 from longreach.ops.attend.tiles import Tiles
 from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning, next_power_of_2
 from longreach.ops.tile_lists import RowTiles
+from longreach.ops.types import PLAIN_GROUP as MANY
+from longreach.ops.types import PLAIN_WIDEST as WIDE
 
-WIDE, MANY = 256, 16  # the most channels, and query heads of a KV head, that attend_pieces takes
 PROMPT = 256  # rows from which a call is a prompt's: an item has a program of its own
 
 

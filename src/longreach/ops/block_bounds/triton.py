@@ -12,11 +12,10 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.block_bounds import triton_kernels as kernels
-from longreach.ops.types import KVView, Rows
+from longreach.ops.types import PLAIN_GROUP, PLAIN_WIDEST, KVView, Rows
 
 INTERPRETED: bool = kernels.INTERPRETED.value
 MAX_SLOTS = 1 << 30  # slots are int32 in the kernels
-WIDE, MANY = 256, 16  # channels of a head, and query heads of a KV head, from which launches differ
 
 
 @dataclass(frozen=True)
@@ -54,7 +53,7 @@ def bound_blocks(
     with torch.cuda.device_of(kv.k):
         kernels.bound[(count, heads)](
             seq.contiguous(), block.contiguous(), _memory(kv, low, high), IN_SLOTS=in_slots, **_shape(kv, per, t),
-            num_warps=2 if kv.k.shape[3] <= WIDE else 8, **_launch(t),
+            num_warps=2 if kv.k.shape[3] <= PLAIN_WIDEST else 8, **_launch(t),
         )  # fmt: skip
 
 
@@ -72,7 +71,7 @@ def score_blocks(
     t = tune or Tuning()
     shape = _shape(kv, per, t)
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
-    if group > MANY or (kv.k.shape[3] > WIDE and group > 2):
+    if group > PLAIN_GROUP or (kv.k.shape[3] > PLAIN_WIDEST and group > 2):
         q, group = _ends(q, heads), 2
     chunk = max(16, triton.next_power_of_2(t.chunk // (shape["D2"] * kv.k.element_size())))
     shares = min(triton.cdiv(blocks, chunk), max(1, triton.cdiv(t.programs(q.device), count * heads)))
@@ -80,7 +79,7 @@ def score_blocks(
         kernels.score[(count * heads, shares + newest)](
             (q, *q.stride()[:2]), rows.seq.contiguous(), slot.contiguous(), _memory(kv, low, high), scores, blocks,
             G=heads, GROUP=group, GROUP2=triton.next_power_of_2(group), BB=chunk, NEWEST=newest, **shape,
-            num_warps=t.warps if shape["D2"] <= 2 * WIDE else 8, **_launch(t),
+            num_warps=t.warps if shape["D2"] <= 2 * PLAIN_WIDEST else 8, **_launch(t),
         )  # fmt: skip
     return scores
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.project import triton_kernels as kernels
-from longreach.ops.types import KVView, Rows
+from longreach.ops.types import PLAIN_WIDEST, KVView, Rows
 
 INTERPRETED: bool = kernels.INTERPRETED.value
-WIDE = 256  # channels of a head from which fewer columns and query heads fit a program
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Tuning:
 
 def tuning(rows: int, itemsize: int, queries: bool, dim: int) -> Tuning:
     """Decode steps have few rows and many programs; prompts fill the tensor cores."""
-    if dim > WIDE:
+    if dim > PLAIN_WIDEST:  # fewer columns fit a program
         return Tuning(columns=64 // itemsize, warps=8)
     return Tuning(vectors=16 if queries or rows <= 64 else 64, columns=64 if itemsize == 2 else 32)
 
@@ -46,7 +45,7 @@ def project(
     if not count:
         return projected
     t = tune or tuning(count, rows.q.element_size(), queries, dim)
-    if queries and dim > WIDE and group > t.vectors:
+    if queries and dim > PLAIN_WIDEST and group > t.vectors:
         return _in_parts(rows, kv, basis, out, slot, t)
     group2 = triton.next_power_of_2(group)
     tile = max(1, t.vectors // group2) if queries else t.vectors

@@ -40,9 +40,7 @@ class Cut:
         size = min(table.shape[1], most // held)
         table = torch.nn.functional.pad(table, (0, -table.shape[1] % size), value=-1)
         pieces = table.shape[1] // size
-        return cls(
-            rows, RowTiles(table.reshape(-1, size), start.repeat_interleave(pieces)), kv_heads, parts, pieces
-        )
+        return cls(rows, RowTiles(table.reshape(-1, size), start.repeat_interleave(pieces)), kv_heads, parts, pieces)
 
     def apart(self, lse: Tensor) -> Tensor:
         """lse [R, H] of the rows as they were, for `rows`."""

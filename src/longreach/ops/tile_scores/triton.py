@@ -16,8 +16,8 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.checks import refuse_gradients
 from longreach.ops.tile_lists import FIRST, LAST, RowTiles
-from longreach.ops.tile_scores.cut import Cut
 from longreach.ops.tile_scores import triton_kernels as kernels
+from longreach.ops.tile_scores.cut import Cut
 from longreach.ops.types import KVView, Rows
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
