@@ -51,9 +51,9 @@ def test_values_that_are_the_keys(group: int, page: int | None, count: int) -> N
 @pytest.mark.parametrize("evicted", [False, True])
 def test_selections(kind: Kind, evicted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of KV heads and of query heads, where the heads of a KV head are of several items."""
-    monkeypatch.setattr(wide, "most_rows", lambda *_: 8)
+    monkeypatch.setattr(wide, "most_rows", lambda *_: 9)
     kv = random_kv([33, 21], heads=2, dim=24, page=5, evicted=evicted)
-    rows = random_rows(kv, 3, group=24)
+    rows = random_rows(kv, 2, group=18)
     for number, dealt in enumerate((kernels.MOST_DEALT, 0)):
         monkeypatch.setattr(kernels, "MOST_DEALT", dealt)
         for per in ("kv", "query"):
@@ -138,9 +138,7 @@ def test_other_shapes_and_passes_are_refused() -> None:
     kv = random_kv([5], heads=1, dim=512)
     rows = random_rows(kv, 1)
     wants = replace(rows, q=rows.q.clone().requires_grad_())
-    with pytest.raises(
-        Unsupported, match=r"backward of attend.*up to 256 channels a head and 16 query heads.*got 512 and 2"
-    ):
+    with pytest.raises(Unsupported, match=r"backward of attend.*up to 256 channels a head.*got 512 and 2"):
         attend(here(wants), here(kv), Spans.dense(), scale=1.0, impl="triton")
     keys = ScoringKeys(torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(kv.k.shape[:3]))
     with pytest.raises(Unsupported, match=r"scores 8-bit keys of up to 256 channels.*got 512 and 2"):

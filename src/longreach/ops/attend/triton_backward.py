@@ -14,10 +14,10 @@ from longreach.ops.attend import backward_plan as plans
 from longreach.ops.attend import triton_pairs as pairs
 from longreach.ops.attend.triton_backward_launches import Form, Problem, Results
 from longreach.ops.attend.triton_tuning import INTERPRETED
-from longreach.ops.attend.triton_wide import is_wide
+from longreach.ops.checks import refuse_wide
 from longreach.ops.partial import merge
 from longreach.ops.selection import Lists, Selection, Spans, slots_seen
-from longreach.ops.types import PLAIN_GROUP, PLAIN_WIDEST, KVView, Partial, Rows
+from longreach.ops.types import KVView, Partial, Rows
 
 
 def wanted(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | None) -> bool:
@@ -28,15 +28,12 @@ def wanted(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | No
 
 def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
     """Raise Unsupported for what the backward cannot do and the forward, or the reference, can."""
-    pairs, dim, group = 0, rows.q.shape[2], kv.group(rows)
+    refuse_wide("the backward of attend", rows, kv)
+    pairs = 0
     if isinstance(selection, Lists):
         units = kv.heads if selection.per == "kv" else rows.q.shape[1]
         pairs = rows.q.shape[0] * units * selection.index.shape[2]
     for refused, message in (
-        (
-            is_wide(dim, group),
-            f"takes {PLAIN_WIDEST} channels a head and {PLAIN_GROUP} query heads a KV head, got {dim} and {group}",
-        ),
         (kv.block_table is not None, "takes contiguous memory, not a block table"),
         (kv.slot_pos is not None, "takes slots that are positions, not slot_pos"),
         (not isinstance(selection, (Spans, Lists)), f"takes Spans and Lists, got {type(selection).__name__}"),

@@ -58,9 +58,9 @@ def _keep(
     count, heads, dim = rows.q.shape
     if keys is not None and is_wide(dim, kv.group(rows)):
         raise Unsupported(
-            f"score_keys' Triton kernel scores 8-bit keys of up to {PLAIN_WIDEST} channels a head (where its sums are "
-            f"exact) and {PLAIN_GROUP} query heads a KV head, got {dim} and {kv.group(rows)}; score the keys themselves, or use "
-            f"impl='reference'"
+            f"score_keys' Triton kernel scores 8-bit keys of up to {PLAIN_WIDEST} channels a head (its sums are exact "
+            f"up to there) and {PLAIN_GROUP} query heads a KV head, got {dim} and {kv.group(rows)}; score the keys "
+            f"themselves, or use impl='reference'"
         )
     out = rows.q.new_empty((1, count, heads, dim), dtype=torch.float32) if values else None
     lse = rows.q.new_empty((1, count, heads), dtype=torch.float32)

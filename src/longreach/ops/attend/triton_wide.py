@@ -3,7 +3,8 @@
 Decode is bound by memory: of N keys of D channels a KV head's K and V are read from memory once (once in all where V
 is K), whatever the group; items of one KV head read them again from L2. For heads of 512 channels and 8 KV heads, 32K
 keys are 537 MB, 130 us at 4.2 TB/s. For DeepSeek-V3 (576 channels, 128 query heads) they are 38 MB, 9 us. Its 9.7 GFLOP
-take longer: 30 us at the 325 TFLOP/s of tiles of 32 heads, which read the keys four times through L2, 27 us at 5.5 TB/s.
+take longer: 30 us at the 325 TFLOP/s of items of 32 heads, which read the keys through L2 four times, in 27 us at
+5.5 TB/s. Smaller groups are bound by memory.
 """
 
 from __future__ import annotations

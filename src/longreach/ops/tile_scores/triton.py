@@ -69,8 +69,10 @@ def tile_log_sums(
     t = tune or _tuning(rows)
     if _too_large(kv, rows, tiles, t):
         cut = Cut.of(rows, kv.heads, tiles, t.rows)
-        more = {"scale": scale, "softcap": softcap, "every": every}
-        lse = cut.together(tile_log_sums(cut.rows, kv, cut.tiles, sink_logit=None, tune=t, **more))
+        found = tile_log_sums(
+            cut.rows, kv, cut.tiles, scale=scale, softcap=softcap, sink_logit=None, every=every, tune=t
+        )
+        lse = cut.together(found)
         return lse if sink_logit is None else torch.logaddexp(lse, sink_logit.float())
     given, memory, options = _launch(rows, kv, tiles, t)
     sink = lse if sink_logit is None else sink_logit.contiguous()
