@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from longreach.errors import InvalidInput, Unsupported
-from longreach.ops.types import INTS, KVView, Logits, Rows, ScoringKeys, describe, require
+from longreach.ops.types import INTS, PLAIN_GROUP, PLAIN_WIDEST, KVView, Logits, Rows, ScoringKeys, describe, require
 
 T = TypeVar("T")
 
@@ -76,6 +76,16 @@ def refuse_gradients(op: str, *tensors: Tensor) -> None:
         raise Unsupported(
             f"{op}'s Triton kernels have no backward pass and an input requires a gradient; "
             "use impl='reference', or torch.no_grad()"
+        )
+
+
+def refuse_wide(op: str, rows: Rows, kv: KVView) -> None:
+    """Raise Unsupported for heads and groups that an op's Triton kernels have no room for."""
+    dim, group = rows.q.shape[2], kv.group(rows)
+    if dim > PLAIN_WIDEST or group > PLAIN_GROUP:
+        raise Unsupported(
+            f"{op}'s Triton kernels take up to {PLAIN_WIDEST} channels a head and {PLAIN_GROUP} query heads a KV head, "
+            f"got {dim} and {group}; use impl='reference', or another method"
         )
 
 

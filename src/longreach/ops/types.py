@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 INTS = (torch.int32, torch.int64)
 WIDEST, MOST_GROUP = 1024, 128  # head dim, and query heads of a KV head, that the reference and Numba take
-KERNEL_WIDEST, KERNEL_GROUP = 256, 16  # those that Triton's kernels take
+KERNEL_WIDEST, KERNEL_GROUP = 576, 128  # those that Triton's kernels of most ops take
+PLAIN_WIDEST, PLAIN_GROUP = 256, 16  # those that all of them take, by the launches tuned for these
 
 
 def require(condition: bool, message: str | Callable[[], str]) -> None:

@@ -26,7 +26,9 @@ def here(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.to(PLACE)
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
-        return type(x)(**{f.name: here(getattr(x, f.name)) for f in dataclasses.fields(x) if f.init})
+        given = {f.name: getattr(x, f.name) for f in dataclasses.fields(x) if f.init}
+        moved = {id(y): here(y) for y in given.values()}  # a tensor in two fields stays one
+        return type(x)(**{name: moved[id(y)] for name, y in given.items()})
     if isinstance(x, tuple):
         parts = [here(y) for y in x]
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)

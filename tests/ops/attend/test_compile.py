@@ -107,6 +107,48 @@ def test_compiles_for_an_h200(dim: int, source: str) -> None:
             assert machine_code and shared <= SHARED_MEMORY, (case, name, shared)
 
 
+WIDE = """
+import json
+from dataclasses import replace
+from unittest.mock import patch
+import torch
+from longreach.ops import Lists, Rows, RowRange, Spans
+from longreach.ops.attend import triton, triton_two_pass, triton_merging, triton_wide_kernels
+from longreach.ops.attend.triton_tuning import Tuning
+from longreach.testing.compile import compiling
+from longreach.testing.inputs import random_kv
+
+found = []
+with (
+    patch.object(triton, "refuse", lambda *a: None),
+    patch.object(triton_two_pass, "refuse", lambda *a: None),
+    patch.object(Tuning, "programs", lambda s, d: 132 * s.per_sm),
+):
+    for kind, dim, group, page, rows in (
+        ("lists", 576, 128, 16, 1), ("score", 512, 8, 16, 1), ("dense", 576, 64, 16, 300),
+    ):
+        kv = random_kv([512], heads=1, dim=dim, page=page, dtype=torch.bfloat16)
+        kv = replace(kv, v=kv.k, values_in_keys=True) if group == 128 else kv
+        pos = 512 - rows + torch.arange(rows)
+        given = Rows(torch.zeros(rows, group, dim).bfloat16(), torch.zeros(rows).long(), pos, (RowRange(rows, 0),))
+        lists = Lists(torch.zeros(rows, 1, 128).int(), torch.ones(rows, 1).int())
+        with compiling(triton_wide_kernels, "attend_wide") as made, compiling(triton_merging, "merge_pieces") as merged:
+            bare = dict(scale=1.0, softcap=None, sink_logit=None)
+            if kind == "score":
+                triton_two_pass.score_keys(given, kv, **bare)
+            else:
+                triton.launch(given, kv, lists if kind == "lists" else Spans.dense(), split=None, **bare)
+        found += [[m.metadata.name, m.metadata.shared, "cubin" in m.asm] for m in made + merged]
+print(json.dumps(found))
+"""
+
+
+def test_wide_heads_compile_for_an_h200() -> None:
+    kernels = printed(WIDE)
+    assert [name for name, *_ in kernels] == [*["attend_wide", "merge_pieces"] * 2, "attend_wide"]
+    assert all(machine_code and shared <= SHARED_MEMORY for _, shared, machine_code in kernels), kernels
+
+
 JOIN = """
 import json
 import torch

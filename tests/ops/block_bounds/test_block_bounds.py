@@ -124,6 +124,17 @@ def test_head_dims_and_pages(impl: str, dim: int, page: int | None, per: int) ->
         check_scores(score_blocks(given.rows, given.kv, given.low, given.high, per, impl=impl), case)
 
 
+@pytest.mark.parametrize(("dim", "group"), [(264, 3), (16, 128)])
+def test_wide_heads_and_large_groups(dim: int, group: int) -> None:
+    """Scored by the sums of the positive and of the negative parts of a group's queries."""
+    kv = random_kv([70, 0, 49], heads=2, dim=dim, page=24, dtype=HALF)
+    rows = replace(random_rows(kv, 3, group=group), seq=torch.arange(3), pos=kv.seq_lens - 1)
+    case = Case(rows, kv, *empty_bounds(kv, 16), 16, None)
+    case = replace(case, **dict(zip(("low", "high"), bounded(case, all_blocks(case)), strict=True)))
+    given = on_device(case)
+    check_scores(bound_and_score(given.rows, given.kv, given.low, given.high, 16, impl="triton"), case)
+
+
 @pytest.mark.parametrize("tune", [triton.Tuning(chunk=512, per_sm=1), triton.Tuning(chunk=1024, slots=4, warps=1)])
 def test_however_blocks_are_shared_out(tune: triton.Tuning, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton, "Tuning", lambda: tune)

@@ -78,6 +78,12 @@ def test_groups(group: int, dtype: torch.dtype) -> None:
     check(random_rows(kv, 19, group=group), kv, tiles=2)  # more rows than a round has
 
 
+def test_a_large_group() -> None:
+    kv = random_kv([40, 21], heads=1, dim=16, page=16, dtype=HALF)
+    check(random_rows(kv, 2, group=128), kv)
+    check(random_rows(kv, 3, group=48), kv, tiles=2)
+
+
 @pytest.mark.parametrize(("chunk", "shares"), [(64, 1), (64, 3), (128, 64)])
 def test_however_slots_are_shared_out(chunk: int, shares: int, monkeypatch: pytest.MonkeyPatch) -> None:
     given = kernel.Tuning(chunk, 1, shares)

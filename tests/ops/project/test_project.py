@@ -95,6 +95,12 @@ def test_head_dims_and_widths(impl: str, dim: int, width: int) -> None:
         check(rows, kv, width, impl)
 
 
+def test_large_groups_of_wide_heads_are_projected_in_parts() -> None:
+    kv = random_kv([20, 7], heads=2, dim=264, page=16, dtype=HALF)
+    rows = replace(random_rows(kv, 2, group=24), seq=torch.arange(2), pos=kv.seq_lens - 1)
+    check(rows, kv, 8, "triton")
+
+
 @impls
 def test_a_prompt(impl: str) -> None:
     kv = random_kv([130, 3], heads=2, dim=16, page=16, dtype=HALF)

@@ -16,7 +16,7 @@ from longreach.testing.inputs import random_kv
 from longreach.testing.oracle import exact_attend, exact_logits, exact_pooled_scores
 from longreach.testing.selections import prompt_tiles
 from longreach.testing.tolerance import bounds, pooled_bound, unit_roundoff, within
-from tests.ops.attend.kernels import HARDWARE, here, here_all, needs_gpu
+from tests.ops.attend.kernels import HALF, HARDWARE, here, here_all, needs_gpu
 from tests.ops.attend.test_prompt_tiles import drawn
 from tests.tiers import swept
 
@@ -183,13 +183,23 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidInput, match="rows of one sequence in each, got several in tile 0"):
         mixed = replace(rows, seq=torch.arange(len(rows.seq)) % 2)
         log_sums(mixed, two, replace(tiles, rows=tiles.rows.clamp(min=0)), scale=1.0)
-    wide = RowTiles(tiles.rows.new_full((1, 65), -1), tiles.start[:1])
-    with pytest.raises(
-        Unsupported, match=r"takes tiles of up to 128 rows x query heads .* got 65 x 2; use a plan with"
-    ):
-        log_sums(rows, kv, wide, scale=1.0, impl="triton")
     with pytest.raises(Unsupported, match="no backward pass"):
         log_sums(replace(rows, q=rows.q.requires_grad_()), kv, tiles, scale=1.0, impl="triton")
+
+
+@pytest.mark.parametrize(
+    ("dim", "group", "tokens", "held"), [(16, 6, 8, 4), (264, 2, 8, 16), (16, 128, 2, 128), (16, 3, 5, 6)]
+)
+def test_tiles_larger_than_a_program(
+    dim: int, group: int, tokens: int, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut into fewer rows, and into some of the query heads of a KV head."""
+    monkeypatch.setattr(kernel, "tuning", lambda *_: kernel.Tuning(held, 16, 1, 1, 32))
+    kv = random_kv([40, 21], heads=2, dim=dim, page=16, dtype=HALF)
+    rows, selection = prompt_tiles(kv, group, tokens, seed=1)
+    assert selection.tiles is not None
+    some = RowTiles(selection.tiles.rows[-4:], selection.tiles.start[-4:])
+    check(rows, kv, some, "triton", scale=dim**-0.5, sink_logit=torch.randn(2 * group))
 
 
 @needs_gpu

@@ -14,6 +14,8 @@ from longreach.ops.attend import triton_backward as backward
 from longreach.ops.attend import triton_kernels as kernels
 from longreach.ops.attend import triton_merging as merging
 from longreach.ops.attend import triton_prompt_tiles as tiles
+from longreach.ops.attend import triton_wide as wider
+from longreach.ops.attend import triton_wide_kernels as wide_kernels
 from longreach.ops.attend.tiles import Tiles, tiles_of
 from longreach.ops.attend.triton_tuning import (
     INTERPRETED,
@@ -49,10 +51,12 @@ def prepare(
             plain = prepare(rows, kv, selection, scale=scale, softcap=softcap, sink_logit=None)
         return partial(backward.attend, plain, rows, kv, selection, scale, softcap, sink_logit)
     refuse(rows, kv, selection, sink_logit)
+    wide = wider.is_wide(rows.q.shape[2], kv.group(rows))
     if isinstance(selection, TileLists):
         tiles.refuse(rows, kv, selection)
+    if isinstance(selection, TileLists) and not wide:
         return partial(tiles.attend_tiles, rows, kv, selection, scale, softcap, sink_logit)
-    if isinstance(selection, Lists) and sink_logit is None and backward.by_block(rows, kv, selection):
+    if isinstance(selection, Lists) and sink_logit is None and not wide and backward.by_block(rows, kv, selection):
         return partial(backward.attend_by_block, rows, kv, selection, scale, softcap)
 
     def plan_now() -> _Plan:
@@ -150,6 +154,7 @@ class _Plan(NamedTuple):
     choice: _Choice
     tiles: Tiles
     tune: Tuning
+    large: bool  # whether the kernel is attend_wide
     group: int
     mr: int  # rows x heads of a tile
     items: int  # streams of keys
@@ -173,24 +178,46 @@ def _plan(
     keys: ScoringKeys | None = None,
     finished_apart: bool = False,
 ) -> _Plan:
-    _, heads, dim = rows.q.shape
+    count, heads, dim = rows.q.shape
     group = kv.group(rows)
-    choice = _choice(selection, split, rows)
-    axis, per_item = (heads, 1) if choice.apart else (kv.heads, group)
-    tiles = tiles_of(rows, kv, selection, most=_rows_at_once(dim, per_item, rows.q.dtype))
+    large = wider.is_wide(dim, group)
+    together = wider.heads_of_item(group, wider.most_rows(dim, rows.q.dtype, count)) if large else group
+    if isinstance(selection, TileLists):
+        choice = _choice(selection.lists, split, rows)
+        choice = choice._replace(spans=((_bound(selection.own.spans[0].start)[0],), *choice.spans[1:]))
+    else:
+        choice = _choice(selection, split, rows)
+    axis, per_item = (heads, 1) if choice.apart else (heads // together, together)
+    if large:
+        most = wider.most_rows(dim, rows.q.dtype, count) // per_item
+    else:
+        most = _rows_at_once(dim, per_item, rows.q.dtype)
+    if isinstance(selection, TileLists):
+        assert selection.tiles is not None
+        tiles = wider.tiles_of(selection.tiles, most)
+    else:
+        tiles = tiles_of(rows, kv, selection, most=most)
     items = tiles.count * axis * parts
     own = per_item if choice.own else 1
-    fewest = 4 if keys is not None else 16 if rows.q.dtype == torch.float32 else 8
+    fewest = 4 if keys is not None else 16 if large or rows.q.dtype == torch.float32 else 8
     mr = tiles.size * per_item
     m = max(fewest, next_power_of_2(mr))
     i2, x = next_power_of_2(items), next_power_of_2(tiles.size * own)
     dealt = items <= 1024 and i2 * x <= MOST_DEALT
+    if large:
+        dealt = dealt and count < wider.PROMPT and not isinstance(selection, TileLists)
     wide = max(16 if keys is None else 32, next_power_of_2(dim))
     k = kv.k if keys is None else keys.k
     paged = kv.block_table is not None and kv.block_table.shape[1] > 1
     page = kv.page if paged else 0
     dense = isinstance(selection, Spans) and selection.is_dense
-    if write:
+    if large:
+        t = tune or wider.tuning(
+            k.dtype, dim, m, lists=choice.listing is not None, page=page, dense=dense, items=items,
+            shared=kv.values_in_keys,
+        )  # fmt: skip
+        t = wider.keeping(t) if write else t
+    elif write:
         t = tune or keeping_tuning(k.dtype, wide, m, page=page, items=items, values=values, coded=keys is not None)
         assert t.unit == t.block and dense, (t, selection)
     else:
@@ -214,13 +241,20 @@ def _plan(
         "I2": i2 if dealt else 1, "X": x, "M": m, "BN": t.block, "D": dim, "BD": wide, "STAGES": t.stages,
         "UNIT": t.unit, "CHAINED": chained, "num_warps": t.warps, **launch, **limits,
     }  # fmt: skip
+    if large:
+        first, rest = wider.channels(dim)
+        subs = 1 if choice.apart else group // together
+        counting = (parts, axis // subs, *form[2:]) if own == 1 else form
+        options |= {"BD": first, "BT": rest, "SUBS": subs, "counting": counting}
+        options |= {"OWN_KEYS": isinstance(selection, TileLists)}
     results = items // (parts if finished_apart else 1) * mr
     chunk = min(64, next_power_of_2(programs * parts // items + 2))  # one side of a split may hold nearly all
     channels, warps, early = merge_tuning(wide, results, chunk, values)
+    channels = min(channels, wider.WIDE)
     merging = {"layout": layout, "form": form, "D": dim, "BD": channels, "C": chunk, "EARLY": early,
                "CHAINED": chained, "num_warps": warps, **launch}  # fmt: skip
     grid = results, wide // channels
-    return _Plan(choice, tiles, t, group, mr, items, programs, dealt, options, merging, grid)
+    return _Plan(choice, tiles, t, large, group, mr, items, programs, dealt, options, merging, grid)
 
 
 def launch_into(
@@ -315,9 +349,13 @@ def _launch(
     sink = lse if sink_logit is None else sink_logit.contiguous()
     result = (lse if out is None else out, lse, sink, pieces, ends, heads, count)
     kept, kept_kind = _kept(logits, write, values, keys)
-    kernels.attend_pieces[(programs if plan.dealt else items,)](
+    options = {"keeping": kept_kind, "CAPPED": softcap is not None, "SUNK": sunk, **plan.options}
+    if plan.large:
+        options["SHARED"] = kv.values_in_keys and values and (logits is None or write)
+    kernel = wide_kernels.attend_wide if plan.large else kernels.attend_pieces
+    kernel[(programs if plan.dealt else items,)](
         row_args, memory, choice.spans, choice.lists, kept, result, float(scale), float(softcap or 1.0),
-        items, programs, keeping=kept_kind, CAPPED=softcap is not None, SUNK=sunk, **plan.options,
+        items, programs, **options,
     )  # fmt: skip
     if finish is not None:
         finish(plan.grid, row_args, result, items, programs, DEALT=plan.dealt, **plan.merging)

@@ -14,6 +14,7 @@ from longreach.ops.attend import backward_plan as plans
 from longreach.ops.attend import triton_pairs as pairs
 from longreach.ops.attend.triton_backward_launches import Form, Problem, Results
 from longreach.ops.attend.triton_tuning import INTERPRETED
+from longreach.ops.checks import refuse_wide
 from longreach.ops.partial import merge
 from longreach.ops.selection import Lists, Selection, Spans, slots_seen
 from longreach.ops.types import KVView, Partial, Rows
@@ -27,6 +28,7 @@ def wanted(rows: Rows, kv: KVView, selection: Selection, sink_logit: Tensor | No
 
 def refuse(rows: Rows, kv: KVView, selection: Selection) -> None:
     """Raise Unsupported for what the backward cannot do and the forward, or the reference, can."""
+    refuse_wide("the backward of attend", rows, kv)
     pairs = 0
     if isinstance(selection, Lists):
         units = kv.heads if selection.per == "kv" else rows.q.shape[1]

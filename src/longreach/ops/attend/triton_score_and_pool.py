@@ -12,6 +12,7 @@ from torch import Tensor
 from longreach.ops.attend import triton_score_and_pool_kernels as kernels
 from longreach.ops.attend.triton import launch_into, refuse
 from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning
+from longreach.ops.attend.triton_wide import heads_of_item, is_wide, most_rows
 from longreach.ops.selection import Spans
 from longreach.ops.types import KVView, Rows
 
@@ -47,14 +48,19 @@ def score_and_pool(
     ) -> None:  # fmt: skip
         launched.append((row_args, result, items, programs, how))
 
+    cut = heads_of_item(group, most_rows(rows.q.shape[2], rows.q.dtype, count)) < group
+    apart = cut and is_wide(rows.q.shape[2], group)  # a KV head has several items: their pieces are merged first
+
     p = pooling or Pooling(chunk=16 * group if INTERPRETED else 4096)
     wide = triton.next_power_of_2(group)
     slots = max(16, p.chunk // wide)
     with torch.cuda.device_of(rows.q):
         kept = launch_into(
-            rows, kv, DENSE, scale, softcap, None, None, tune, None, lse, write=True, finish=finish
+            rows, kv, DENSE, scale, softcap, None, None, tune, None, lse, write=True, finish=None if apart else finish
         )  # fmt: skip
         assert kept is not None
+        if apart:
+            launched.append(_of_rows(rows, kv, lse))
         row_args, result, items, programs, how = launched[0]
         chain = {name: how[name] for name in ("launch_pdl",) if name in how}
         kernels.pool_pieces[(items * how["layout"][0], min(p.shares, triton.cdiv(kv.capacity, slots)))](
@@ -65,3 +71,13 @@ def score_and_pool(
             CHAINED=how["CHAINED"], num_warps=p.warps, **chain,
         )  # fmt: skip
     return scores
+
+
+def _of_rows(rows: Rows, kv: KVView, lse: Tensor) -> tuple[Any, ...]:
+    """What pool_pieces takes for items that are one row under a whole KV head, whose lse [1, R, H] is known."""
+    count, heads = rows.q.shape[:2]
+    seq = rows.seq.contiguous()
+    form = (1, kv.heads, kv.group(rows), 1, kv.slot_pos is not None)
+    how = {"layout": (1, 1, False), "form": form, "DEALT": False, "CHAINED": False}
+    row_args = rows.q, 0, 0, seq, rows.pos.contiguous(), count, seq
+    return row_args, (lse, lse, lse, (lse, lse, lse), lse, heads, count), count * kv.heads, 1, how

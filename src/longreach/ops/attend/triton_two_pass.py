@@ -8,8 +8,9 @@ from torch import Tensor
 from longreach.errors import Unsupported
 from longreach.ops.attend.triton import launch_into, refuse
 from longreach.ops.attend.triton_tuning import Tuning
+from longreach.ops.attend.triton_wide import is_wide
 from longreach.ops.selection import Selection, Spans
-from longreach.ops.types import KVView, Logits, Partial, Rows, ScoringKeys
+from longreach.ops.types import PLAIN_GROUP, PLAIN_WIDEST, KVView, Logits, Partial, Rows, ScoringKeys
 
 DENSE = Spans.dense()
 
@@ -55,6 +56,12 @@ def _keep(
     """(out [R, H, D] or None, lse [R, H], logits)."""
     refuse(rows, kv, DENSE, sink_logit)
     count, heads, dim = rows.q.shape
+    if keys is not None and is_wide(dim, kv.group(rows)):
+        raise Unsupported(
+            f"score_keys' Triton kernel scores 8-bit keys of up to {PLAIN_WIDEST} channels a head (its sums are exact "
+            f"up to there) and {PLAIN_GROUP} query heads a KV head, got {dim} and {kv.group(rows)}; score the keys "
+            f"themselves, or use impl='reference'"
+        )
     out = rows.q.new_empty((1, count, heads, dim), dtype=torch.float32) if values else None
     lse = rows.q.new_empty((1, count, heads), dtype=torch.float32)
     with torch.cuda.device_of(rows.q):

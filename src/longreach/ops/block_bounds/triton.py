@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.block_bounds import triton_kernels as kernels
-from longreach.ops.types import KVView, Rows
+from longreach.ops.types import PLAIN_GROUP, PLAIN_WIDEST, KVView, Rows
 
 INTERPRETED: bool = kernels.INTERPRETED.value
 MAX_SLOTS = 1 << 30  # slots are int32 in the kernels
@@ -53,7 +53,7 @@ def bound_blocks(
     with torch.cuda.device_of(kv.k):
         kernels.bound[(count, heads)](
             seq.contiguous(), block.contiguous(), _memory(kv, low, high), IN_SLOTS=in_slots, **_shape(kv, per, t),
-            num_warps=2, **_launch(t),
+            num_warps=2 if kv.k.shape[3] <= PLAIN_WIDEST else 8, **_launch(t),
         )  # fmt: skip
 
 
@@ -71,15 +71,27 @@ def score_blocks(
     t = tune or Tuning()
     shape = _shape(kv, per, t)
     q = rows.q if rows.q.stride(2) == 1 else rows.q.contiguous()
-    chunk = max(16, triton.next_power_of_2(t.chunk // (shape["D2"] * q.element_size())))
+    if group > PLAIN_GROUP or (kv.k.shape[3] > PLAIN_WIDEST and group > 2):
+        q, group = _ends(q, heads), 2
+    chunk = max(16, triton.next_power_of_2(t.chunk // (shape["D2"] * kv.k.element_size())))
     shares = min(triton.cdiv(blocks, chunk), max(1, triton.cdiv(t.programs(q.device), count * heads)))
     with torch.cuda.device_of(q):
         kernels.score[(count * heads, shares + newest)](
             (q, *q.stride()[:2]), rows.seq.contiguous(), slot.contiguous(), _memory(kv, low, high), scores, blocks,
             G=heads, GROUP=group, GROUP2=triton.next_power_of_2(group), BB=chunk, NEWEST=newest, **shape,
-            num_warps=t.warps, **_launch(t),
+            num_warps=t.warps if shape["D2"] <= 2 * PLAIN_WIDEST else 8, **_launch(t),
         )  # fmt: skip
     return scores
+
+
+def _ends(q: Tensor, kv_heads: int) -> Tensor:
+    """Two vectors for each KV head that have the scores of all its query heads, fp32 [R, 2 G, D].
+
+    Bounds meet the sum of a channel's positive parts and the sum of its negative parts alone. A program would hold all
+    query heads otherwise.
+    """
+    x = q.unflatten(1, (kv_heads, -1)).float()
+    return torch.stack([x.clamp(min=0).sum(2), x.clamp(max=0).sum(2)], 2).flatten(1, 2)
 
 
 def refuse(kv: KVView, rows: Rows | None = None) -> None:

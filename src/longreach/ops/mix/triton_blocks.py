@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.checks import refuse_wide
 from longreach.ops.mix import triton_blocks_kernels as kernels
 from longreach.ops.mix.triton import INTERPRETED, refuse
 from longreach.ops.types import KVView, Partial, Pieces, Rows
@@ -36,6 +37,7 @@ def attend_blocks(
     weights: Tensor, *, block: int, window: int, scale: float, levels: tuple[int, ...],
 ) -> Partial:  # fmt: skip
     refuse(rows.q)
+    refuse_wide("attend_blocks", rows, kv)
     if INTERPRETED and rows.q.dtype == torch.bfloat16:
         raise Unsupported("attend_blocks under TRITON_INTERPRET=1: the interpreter gets bf16 wrong; use fp16, or fp32")
     count, heads, dim = rows.q.shape

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longreach.errors import Unsupported
 from longreach.ops.project import triton_kernels as kernels
-from longreach.ops.types import KVView, Rows
+from longreach.ops.types import PLAIN_WIDEST, KVView, Rows
 
 INTERPRETED: bool = kernels.INTERPRETED.value
 
@@ -28,8 +28,10 @@ class Tuning:
     chained: bool = not INTERPRETED
 
 
-def tuning(rows: int, itemsize: int, queries: bool) -> Tuning:
+def tuning(rows: int, itemsize: int, queries: bool, dim: int) -> Tuning:
     """Decode steps have few rows and many programs; prompts fill the tensor cores."""
+    if dim > PLAIN_WIDEST:  # fewer columns fit a program
+        return Tuning(columns=64 // itemsize, warps=8)
     return Tuning(vectors=16 if queries or rows <= 64 else 64, columns=64 if itemsize == 2 else 32)
 
 
@@ -42,7 +44,9 @@ def project(
     projected = rows.q.new_empty((count, heads, width)) if queries else None
     if not count:
         return projected
-    t = tune or tuning(count, rows.q.element_size(), queries)
+    t = tune or tuning(count, rows.q.element_size(), queries, dim)
+    if queries and dim > PLAIN_WIDEST and group > t.vectors:
+        return _in_parts(rows, kv, basis, out, slot, t)
     group2 = triton.next_power_of_2(group)
     tile = max(1, t.vectors // group2) if queries else t.vectors
     columns = max(16, min(t.columns, triton.next_power_of_2(width)))
@@ -61,6 +65,18 @@ def project(
             CHAINED=t.chained, num_warps=t.warps, **launch,
         )  # fmt: skip
     return projected
+
+
+def _in_parts(rows: Rows, kv: KVView, basis: Tensor, out: Tensor, slot: Tensor, t: Tuning) -> Tensor:
+    """Each row several times, each time with as many query heads of a KV head as a program holds: all of them write the
+    same coordinates of the row's key."""
+    group, heads = kv.group(rows), kv.heads
+    parts = group // max(n for n in range(1, t.vectors + 1) if group % n == 0)
+    q = rows.q.unflatten(1, (heads, parts, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    seq, pos, slot = (x.repeat_interleave(parts) for x in (rows.seq, rows.pos, slot))
+    found = project(Rows(q, seq, pos), kv, basis, out, slot, queries=True, tune=t)
+    assert found is not None
+    return found.unflatten(1, (heads, -1)).unflatten(0, (-1, parts)).transpose(1, 2).flatten(1, 3)
 
 
 def refuse(rows: Rows, kv: KVView, basis: Tensor) -> None:

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.checks import refuse_wide
 from longreach.ops.recall import triton_kernels as kernels
 from longreach.ops.recall.codes import Pool
 from longreach.ops.types import KVView, Rows
@@ -58,6 +59,7 @@ def recall(
     tune: Tuning | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse(rows.q)
+    refuse_wide("recall", rows, blocks)
     if count > MOST_COUNT:
         raise Unsupported(
             f"recall's Triton kernels choose up to {MOST_COUNT} blocks, got {count}; use impl='reference'"

@@ -7,6 +7,7 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.checks import refuse_wide
 from longreach.ops.recall import triton_attending_kernels as kernels
 from longreach.ops.recall.triton import FEW, INTERPRETED, MOST_COUNT, Tuning, choose_by, memory_of, refuse
 from longreach.ops.types import KVView, Pieces, Rows
@@ -19,6 +20,7 @@ def attend_summaries(
 ) -> tuple[Pieces, Tensor | None, Tensor | None]:
     """count: of blocks to choose, None for no choice."""
     refuse(rows.q)
+    refuse_wide("recall", rows, blocks)
     if count is not None and count > MOST_COUNT:
         raise Unsupported(
             f"recall's Triton kernels choose up to {MOST_COUNT} blocks, got {count}; use impl='reference'"

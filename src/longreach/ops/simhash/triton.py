@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.checks import refuse_wide
 from longreach.ops.selection import Per
 from longreach.ops.simhash import triton_build_kernels as building
 from longreach.ops.simhash import triton_kernels as kernels
@@ -18,7 +19,7 @@ from longreach.ops.simhash.api import Collisions
 from longreach.ops.simhash.probability import TINY, form
 from longreach.ops.simhash.sealing import CODES, PROGRAMS, segments_at_once
 from longreach.ops.simhash.tables import HashTables
-from longreach.ops.types import KVView, Rows
+from longreach.ops.types import PLAIN_WIDEST, KVView, Rows
 
 INTERPRETED: bool = kernels.INTERPRETED.value
 
@@ -105,6 +106,11 @@ def seal(
 ) -> Tensor:  # fmt: skip
     """block: 0 for whole segments."""
     refuse(kv.k)
+    if kv.k.shape[3] > PLAIN_WIDEST:
+        raise Unsupported(
+            f"simhash's Triton kernels take up to {PLAIN_WIDEST} channels a head, got {kv.k.shape[3]}; use "
+            f"impl='reference', or another method than magicpig"
+        )
     t, count, device = tune or Tuning(), len(slots), kv.k.device
     held, done = torch.empty(2, count, dtype=torch.int32, device=device)
     if not count:
@@ -209,6 +215,7 @@ def weigh(
     tune: Tuning | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     refuse(rows.q, kv.k, centre)
+    refuse_wide("simhash", rows, kv)
     count, heads, dim = rows.q.shape
     per_kv = 1 if found.per == "kv" else kv.group(rows)
     lists, room = kv.heads * per_kv, found.index.shape[2]

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from longreach.errors import InvalidInput
+from longreach.ops.checks import refuse_wide
 from longreach.ops.simhash.attention import (
     BUCKETS,
     HEADS,
@@ -68,6 +69,7 @@ def attend_sampled(
     least: int, own: bool, sinks: int, floor: float, scale: float, softcap: float | None, tune: Tuning | None = None,
 ) -> tuple[Partial, None, Tensor]:  # fmt: skip
     refuse(rows.q, kv.k, kv.v)
+    refuse_wide("simhash", rows, kv)
     t, device = tune or Tuning(), rows.q.device
     norms = tables.inverse_norms
     if norms is None:

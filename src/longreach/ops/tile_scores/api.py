@@ -75,8 +75,8 @@ def tile_scores(
 
     Returns fp32 [L, G, columns]. Scores at and after a tile's start, and all those of a tile without rows, may be
     anything: the reference leaves NaN there.
-    Raises InvalidInput, UnknownName; Unsupported for views with slot_pos, and as `attend` does. The Triton kernel also
-    refuses tiles of more rows than a program holds (128 rows x query heads of a KV head; fewer for wide heads).
+    Raises InvalidInput, UnknownName; Unsupported for views with slot_pos, and as `attend` does. The Triton kernel is
+    fastest for tiles that a program holds: 128 rows x query heads of a KV head, fewer of wide heads.
     """
     _check(rows, kv, tiles, scale, softcap, None)
     shape = (rows.q.shape[0], rows.q.shape[1])
