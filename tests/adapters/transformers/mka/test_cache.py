@@ -250,7 +250,7 @@ def test_masks_and_positions_that_are_refused() -> None:
         after(model, cache, tokens[:, :1], attention_mask=longer)
     with pytest.raises(InvalidInput, match=r"attention_mask: expected \[2, 13\] \(12 columns of the cache, 1 new\)"):
         after(model, cache, tokens[:, :1], attention_mask=mask)
-    with pytest.raises(InvalidInput, match="(past_key_values|cache) holds 2 sequences, the input has 1"):
+    with pytest.raises(InvalidInput, match=r"(past_key_values|cache) holds 2 sequences, the input has 1"):
         after(model, cache, tokens[:1, :1])
     with pytest.raises(InvalidInput, match="expected input_ids"):
         model()
