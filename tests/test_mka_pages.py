@@ -298,12 +298,12 @@ def test_sentences() -> None:
     ):  # fmt: skip
         assert text in " ".join(MKA.split()), text
     whole = f"{ms(attention['128K']['torch cuDNN']) / ms(attention['128K']['block_mka']):.1f} times as fast at 128K"
-    late, now = cases("layer")["128K"], attention["32K"]["block_mka"]
+    now = attention["32K"]["block_mka"]
     kept = (f"{score(name, n):.1f}%" for n in LENGTHS for name in ("block-bounds", "original"))
     for page, text in {
         "docs/mka.md": whole,
         "docs/block_mka.md": "it keeps {} of {} at 4K, and {} of {} at 16K".format(*kept),
         "docs/performance.md": f"now take {ms(now):.1f} ms in {now['launched']['kernels']} kernels",
-        "README.md": f"trains {ms(late['gqa']) / ms(late['block_mka']):.1f} times as fast as dense at 128K",
+        "README.md": "Block-MKA loses answers",
     }.items():
         assert text in " ".join((ROOT / page).read_text().split()), text

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers import LongreachCache, Session
-from longreach.adapters.transformers.cache_name import CACHE
 
 Scoring = Literal["prefill", "decode"]
 Tokens = Sequence[int]
@@ -75,8 +74,8 @@ class Scorer:
         """Logits [B, min(T, keep), V] of ids [B, T], the last of the columns of mask [B, past + T]."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         out = self.session.model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=keep,
-            **{CACHE: cache},
+            input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            logits_to_keep=keep,
         )  # fmt: skip
         return out.logits
 
