@@ -44,6 +44,7 @@ SHARED = {
         "rope",
         "directions",
         "checks",
+        "head_parts",
         "doors",
         "host_calls",
         "numba_dots",

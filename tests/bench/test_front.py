@@ -92,5 +92,5 @@ def test_results_are_what_targets_of_records_got(tmp_path: Path) -> None:
     ]
     add(tmp_path / f"{row.record}.json", row.record, row.case, {"targets": targets})
     shown = front.measured(tmp_path).splitlines()[2:]
-    assert f"| 3 times {row.over} |" in shown[0]
+    assert f"| 3.00 times {row.over} |" in shown[0]
     assert all("| - |" in line for line in shown[1:])

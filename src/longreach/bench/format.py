@@ -28,7 +28,7 @@ def rate(entry: dict[str, Any]) -> str:
 def outcome(target: dict[str, Any]) -> str:
     """A target's outcome as text."""
     if target["got"] is None:
-        return "not known, what it is compared with was not measured"
+        return "not known: no measurement to compare with"
     than = f" (against {target['than']})" if target["than"] and not target["over"] else ""
     end = "reached" if target["reached"] else f"missed by {target['missed_by']:.1%}"
     digits = ".4f" if target["quantity"] == "mass of chosen keys" else ".3g"  # it is near 1

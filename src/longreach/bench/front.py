@@ -144,7 +144,7 @@ def measured(results: Path) -> str:
     lines = ["| measured | | record |", "|---|---|---|"]
     for row in RESULTS:
         got = _got(results, row)
-        told = "-" if got is None else f"{got:.3g} times {row.over}" if got >= 1.1 else f"{got:.2f} of {row.over}"
+        told = "-" if got is None else f"{got:#.3g} times {row.over}"
         lines.append(f"| {row.what} | {told} | [{row.record}](benchmarks/results/{row.record}.json) |")
     return "\n".join(lines)
 

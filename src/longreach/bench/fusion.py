@@ -252,9 +252,7 @@ def _prefill(model: Any, ids: Tensor, session: Any = None) -> Tensor:
     if session is None:
         return model(input_ids=ids[None], use_cache=True, logits_to_keep=1).logits[0, -1].float()  # type: ignore[no-any-return]
     cache = session.new_cache(1)
-    from longreach.adapters.transformers.cache_name import CACHE
-
-    out = model(input_ids=ids[None], use_cache=True, logits_to_keep=1, **{CACHE: cache})
+    out = model(input_ids=ids[None], past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
 

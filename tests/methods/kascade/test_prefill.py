@@ -142,17 +142,18 @@ def test_groups_are_found_once_a_pass_in_linear_time(tmp_path: Path, monkeypatch
     read_text(Kascade(planned(tmp_path, (0, 2)), k=3), text(40), steps=0)
     assert len(asked) == 1
     seconds = []
-    for tiles in (4096, 32768):
+    for tiles in (512, 32768):
         start = torch.arange(tiles) * 32
         host = reading.HostTiles(torch.zeros(tiles, 1), torch.zeros(tiles, 1), start, (start * 0.1).long())
         seconds.append(min(_seconds(lambda host=host: groups_of(host, 8, 8, 1 << 24)) for _ in range(3)))
-    assert seconds[1] < 24 * seconds[0], "8 times the tiles; a quadratic search takes 64 times as long"
+    assert seconds[1] < 640 * seconds[0], "64 times the tiles; a quadratic search takes 4096 times as long"
 
 
 def _seconds(call: Callable[[], Any]) -> float:
-    started = time.perf_counter()
+    """Of this thread alone: other processes may hold the core for longer than the call takes."""
+    started = time.thread_time()
     call()
-    return time.perf_counter() - started
+    return time.thread_time() - started
 
 
 @pytest.mark.parametrize("config", CACHES.values(), ids=CACHES)

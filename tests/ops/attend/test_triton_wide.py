@@ -12,6 +12,7 @@ from longreach.ops import KVView, RowRange, Rows, ScoringKeys, Span, Spans, abso
 from longreach.ops.attend import Entries, attend_amend
 from longreach.ops.attend import triton as kernels
 from longreach.ops.attend import triton_wide as wide
+from longreach.ops.head_parts import part_of
 from longreach.testing.inputs import poison, random_kv, random_rows
 from longreach.testing.selections import Kind, prompt_tiles, random_lists, random_selection
 from tests.ops.attend import test_amend, test_score_and_pool
@@ -147,5 +148,5 @@ def test_other_shapes_and_passes_are_refused() -> None:
 
 def test_pieces_of_heads_and_channels() -> None:
     assert [wide.channels(n) for n in (24, 256, 264, 512, 576)] == [(32, 0), (256, 0), (256, 16), (512, 0), (512, 64)]
-    assert [wide.heads_of_item(n, 32) for n in (8, 48, 128, 37)] == [8, 24, 32, 1]
+    assert [part_of(n, 32) for n in (8, 48, 128, 37)] == [8, 24, 32, 1]
     assert wide.most_rows(576, torch.bfloat16, 1) == 32 and wide.most_rows(576, torch.bfloat16, 256) == 64

@@ -1,7 +1,7 @@
 """How transformers names the cache among the parameters of models and layers: `cache` from 5.24 on.
 
-Before, it was `past_key_values`, which 5.24 takes as well, with a warning. Callers may use either; longreach's own
-calls use the name of the installed version.
+Before, it was `past_key_values`, which 5.24 takes as well, with a warning. An attached model takes `past_key_values` in
+all versions, without one. Layers and models that are not attached get the name of the installed version.
 """
 
 from __future__ import annotations

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from longreach.adapters.transformers.cache_name import CACHE, OLD
 from longreach.adapters.transformers.hybrid import keeps_state
 from longreach.errors import Unsupported
 
-CACHES = ("cache_params", "past_key_values", "cache")  # parameters by which transformers' layers take their cache
+CACHES = ("cache_params", OLD, CACHE)  # parameters by which transformers' layers take their cache
 TOKENS = 2  # of each pass
 KINDS = ("conv_states", "recurrent_states")
 

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.checks import check_model, decoder_of
 from longreach.adapters.transformers.fingerprint import Fingerprint, fingerprint
 from longreach.adapters.transformers.oom import memory_errors
@@ -230,7 +229,7 @@ class Precompute:
         """A pass of the decoder alone, without logits."""
         ids = tokens[None].to(self.session.model.device)
         with in_pass(self.ranks):
-            self._decoder(input_ids=ids, use_cache=True, **{CACHE: self._cache})
+            self._decoder(input_ids=ids, past_key_values=self._cache, use_cache=True)
 
     def _all_heads(self, shard: HeadShard, x: Tensor) -> Tensor:
         """[G, T, D] of this rank's KV heads -> of all."""

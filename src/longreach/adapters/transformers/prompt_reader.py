@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.fusing import FusedPrompt, FusionReport
 from longreach.adapters.transformers.fusing import read as fused
 from longreach.adapters.transformers.fusing import read_batch as fused_batch
@@ -222,7 +221,7 @@ class Reader:
         """Logits [V] in fp32 after the last token; [T, V] as they are for keep=0."""
         model = self.session.model
         ids = torch.tensor([list(tokens)], device=model.device)
-        logits = model(input_ids=ids, use_cache=True, logits_to_keep=keep, **{CACHE: self.cache}).logits[0]
+        logits = model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=keep).logits[0]
         return logits[-1].float() if keep else logits
 
 

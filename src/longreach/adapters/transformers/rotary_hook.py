@@ -12,14 +12,14 @@ from longreach.adapters.transformers.step import current
 
 def note_rotary(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook with keywords: put the layer's rotation and (cos, sin) into the current step."""
-    given = kwargs.get("position_embeddings")
-    if probing() or given is None:
+    embeddings = kwargs.get("position_embeddings")
+    if probing() or embeddings is None:
         return
-    pair, step = cos_sin(given), current()
+    angles, step = cos_sin(embeddings), current()
     layer = step.facts.layer(int(module.layer_idx))  # type: ignore[arg-type]
-    if pair is None:
+    if angles is None:
         step.facts.rotations[layer] = f"layer {layer} gets no pair (cos, sin) as position_embeddings"
         return
     if layer not in step.facts.rotations:
         step.facts.rotations[layer] = find_rotation(module, args, kwargs)
-    step.rotary[layer] = pair
+    step.rotary[layer] = angles

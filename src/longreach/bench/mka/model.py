@@ -75,7 +75,6 @@ def run_mka_model(bench: Decoding, case: Case, save: Callable[[dict[str, Any]], 
 def _measured(bench: Decoding, case: Case, model: Any, ids: Tensor) -> tuple[Stepped, float]:
     """The step after the prompt, and the relative error of its first logits."""
     from longreach.adapters.transformers import attach
-    from longreach.adapters.transformers.cache_name import CACHE
     from longreach.cache import CacheConfig
 
     tokens, started = case.shape.context, bench.now()
@@ -83,7 +82,7 @@ def _measured(bench: Decoding, case: Case, model: Any, ids: Tensor) -> tuple[Ste
     with attach(model, cache=CacheConfig(capacity=tokens + bench.rows), impl=case.impls[0]) as session:
         cache = session.new_cache(case.shape.batch)
         for part in ids[:, :tokens].split(CHUNK, 1):
-            model(part, logits_to_keep=1, **{CACHE: cache})
+            model(part, past_key_values=cache, logits_to_keep=1)
         seconds = {"read": bench.now() - started}
         kept = cache.states.snapshot()  # while it lives, running means can be cut back to the prompt
         stepped = bench.filled_step(case, session, cache, ids, seconds, share=False)

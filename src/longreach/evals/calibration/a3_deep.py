@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from longreach.adapters.transformers import CHUNK, FusedPrompt, LongreachCache, Reader, Session, attach
-from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.prompt_tokens import uses_chunk_frequencies
 from longreach.cache import CacheConfig
 from longreach.errors import InvalidInput
@@ -93,7 +92,7 @@ def _along(session: Session, cache: LongreachCache, logits: Tensor, answer: Sequ
     rows = logits[None]
     if len(answer) > 1:
         ids = torch.tensor([answer[:-1]], device=logits.device)
-        more = session.model(input_ids=ids, use_cache=True, **{CACHE: cache}).logits[0]
+        more = session.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
         rows = torch.cat([rows, more.float()])
     return rows.double().log_softmax(-1)
 

@@ -14,14 +14,14 @@ from longreach.ops.types import KVView, Partial, RowRange, Rows, describe
 
 LONG = 256  # rows of a run from which these kernels are worth their set-up
 WIDEST = 128  # channels of a head that cuDNN takes in all its versions
-SHORT = 5 << 20  # bytes of keys and values of a sequence: they are read before a thread of Numba has started
-FEW = 4  # sequences: each is a call of its own
+SHORT = 5 << 20  # bytes of keys and values of a sequence; Numba reads more of them faster
+FEW = 4  # sequences, as each is a call of its own
 
 
 def sdpa_for(
-    rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None, else_: str
+    rows: Rows, kv: KVView, selection: Selection, softcap: float | None, sink_logit: Tensor | None, otherwise: str
 ) -> str | None:
-    """The implementation here that "auto" means for these arguments, None if it means none. else_: what it then means.
+    """The implementation here that "auto" means for these arguments, None for `otherwise`.
 
     On a GPU whole prompts go to cuDNN. Later chunks go to attend's Triton kernel: cuDNN's is faster there, but builds a
     plan of 0.1 s for each number of cached tokens and each capacity of the cache. On a CPU these kernels also decode:
@@ -29,10 +29,9 @@ def sdpa_for(
     """
     runs, name = rows.runs or (), "sdpa_cpu" if rows.q.device.type == "cpu" else "sdpa_cudnn"
     if name == "sdpa_cpu" and runs and all(run.rows == 1 for run in runs):
-        return (
-            name if _decodes(rows, kv, else_) and not _refusal(rows, kv, selection, softcap, sink_logit, name) else None
-        )
-    if else_ == "numba":
+        takes = not _refusal(rows, kv, selection, softcap, sink_logit, name)
+        return name if takes and _decodes(rows, kv, otherwise) else None
+    if otherwise == "numba":
         return None
     if not runs or min(run.rows for run in runs) < LONG:
         return None
@@ -41,13 +40,13 @@ def sdpa_for(
     return None if _refusal(rows, kv, selection, softcap, sink_logit, name) else name
 
 
-def _decodes(rows: Rows, kv: KVView, else_: str) -> bool:
+def _decodes(rows: Rows, kv: KVView, otherwise: str) -> bool:
     """Whether torch's kernel for a CPU is the fastest for one new row of each sequence. It must not copy keys."""
     if rows.q.dtype == torch.float16 or (kv.block_table is not None and len(kv.k) > 1):
         return False
     longest = max(run.first or 0 for run in rows.runs or ()) + 1
     size = 2 * kv.heads * rows.q.shape[2] * rows.q.element_size() * longest
-    return else_ == "reference" or (size <= SHORT and len(rows.runs or ()) <= FEW)
+    return otherwise == "reference" or (size <= SHORT and len(rows.runs or ()) <= FEW)
 
 
 def cudnn(

@@ -25,6 +25,7 @@ from longreach.ops.attend.triton_tuning import (
     next_power_of_2,
     tuning,
 )
+from longreach.ops.head_parts import part_of
 from longreach.ops.selection import Bound, Lists, PackedLists, Selection, Span, Spans, absolute
 from longreach.ops.tile_lists import TileLists
 from longreach.ops.types import KERNEL_GROUP, KERNEL_WIDEST, KVView, Logits, Partial, Rows, ScoringKeys
@@ -181,7 +182,7 @@ def _plan(
     count, heads, dim = rows.q.shape
     group = kv.group(rows)
     large = wider.is_wide(dim, group)
-    together = wider.heads_of_item(group, wider.most_rows(dim, rows.q.dtype, count)) if large else group
+    together = part_of(group, wider.most_rows(dim, rows.q.dtype, count)) if large else group
     if isinstance(selection, TileLists):
         choice = _choice(selection.lists, split, rows)
         choice = choice._replace(spans=((_bound(selection.own.spans[0].start)[0],), *choice.spans[1:]))

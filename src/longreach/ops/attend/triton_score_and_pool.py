@@ -12,7 +12,8 @@ from torch import Tensor
 from longreach.ops.attend import triton_score_and_pool_kernels as kernels
 from longreach.ops.attend.triton import launch_into, refuse
 from longreach.ops.attend.triton_tuning import INTERPRETED, Tuning
-from longreach.ops.attend.triton_wide import heads_of_item, is_wide, most_rows
+from longreach.ops.attend.triton_wide import is_wide, most_rows
+from longreach.ops.head_parts import part_of
 from longreach.ops.selection import Spans
 from longreach.ops.types import KVView, Rows
 
@@ -48,7 +49,7 @@ def score_and_pool(
     ) -> None:  # fmt: skip
         launched.append((row_args, result, items, programs, how))
 
-    cut = heads_of_item(group, most_rows(rows.q.shape[2], rows.q.dtype, count)) < group
+    cut = part_of(group, most_rows(rows.q.shape[2], rows.q.dtype, count)) < group
     apart = cut and is_wide(rows.q.shape[2], group)  # a KV head has several items: their pieces are merged first
 
     p = pooling or Pooling(chunk=16 * group if INTERPRETED else 4096)

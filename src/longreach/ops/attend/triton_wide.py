@@ -47,11 +47,6 @@ def most_rows(dim: int, dtype: torch.dtype, rows: int) -> int:
     return 32 if dim > WIDE and rows < PROMPT else 64
 
 
-def heads_of_item(group: int, most: int) -> int:
-    """Query heads of an item: the largest divisor of the group up to `most`."""
-    return max(n for n in range(1, min(group, most) + 1) if group % n == 0)
-
-
 def tuning(
     dtype: torch.dtype, dim: int, m: int, *, lists: bool, page: int, dense: bool, items: int, shared: bool
 ) -> Tuning:

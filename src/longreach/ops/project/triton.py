@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from longreach.errors import Unsupported
+from longreach.ops.head_parts import apart, part_of, together
 from longreach.ops.project import triton_kernels as kernels
 from longreach.ops.types import PLAIN_WIDEST, KVView, Rows
 
@@ -71,12 +72,11 @@ def _in_parts(rows: Rows, kv: KVView, basis: Tensor, out: Tensor, slot: Tensor, 
     """Each row several times, each time with as many query heads of a KV head as a program holds: all of them write the
     same coordinates of the row's key."""
     group, heads = kv.group(rows), kv.heads
-    parts = group // max(n for n in range(1, t.vectors + 1) if group % n == 0)
-    q = rows.q.unflatten(1, (heads, parts, -1)).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+    parts = group // part_of(group, t.vectors)
     seq, pos, slot = (x.repeat_interleave(parts) for x in (rows.seq, rows.pos, slot))
-    found = project(Rows(q, seq, pos), kv, basis, out, slot, queries=True, tune=t)
+    found = project(Rows(apart(rows.q, heads, parts), seq, pos), kv, basis, out, slot, queries=True, tune=t)
     assert found is not None
-    return found.unflatten(1, (heads, -1)).unflatten(0, (-1, parts)).transpose(1, 2).flatten(1, 3)
+    return together(found, heads, parts)
 
 
 def refuse(rows: Rows, kv: KVView, basis: Tensor) -> None:

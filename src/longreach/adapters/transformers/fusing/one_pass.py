@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 from longreach.adapters.transformers.attach import Session
-from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.checks import check_chunks, check_model, decoder_of
 from longreach.adapters.transformers.fusing.loading import Loading, Wait
 from longreach.adapters.transformers.fusing.prompt import FusedPrompt
@@ -162,8 +161,8 @@ class FusedPass:
             with self._hooks(), in_pass(self.ranks):
                 # `last` is filled when the tokens that run are chosen, on the way to the logits
                 out = session.model(
-                    input_ids=self.ids, position_ids=self.positions, use_cache=True, logits_to_keep=self.last,
-                    **{CACHE: self.cache},
+                    input_ids=self.ids, position_ids=self.positions, past_key_values=self.cache, use_cache=True,
+                    logits_to_keep=self.last,
                 )  # fmt: skip
         finally:
             session.next_step = None

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.hf_cache import LongreachCache
 from longreach.adapters.transformers.loop.compile import compiled_parts, experts_on_device
 from longreach.adapters.transformers.loop.model_state import model_state
@@ -162,9 +161,9 @@ class Decoder:
             out = session.model(
                 input_ids=self.token[:, None],
                 position_ids=self.steps.append.pos[:, None],
+                past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
-                **{CACHE: cache},
             )
         except BaseException:
             session.ledger.abandon()

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from longreach.adapters.transformers.cache_name import CACHE
 from longreach.adapters.transformers.hf_cache import LongreachCache
 
 if TYPE_CHECKING:
@@ -33,9 +32,9 @@ def prefill(
             input_ids=ids[:, part],
             attention_mask=mask[:, : part.stop],
             position_ids=positions[:, part],
+            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            **{CACHE: cache},
         )
         progress(ids[:, part].shape[1])
     return out.logits[:, -1]
