@@ -51,6 +51,12 @@ def test_misuse_is_one_line_that_points_to_help(longreach: Any, arguments: tuple
     assert result.err.count("\n") == 1 and words in result.err and "--help" in result.err
 
 
+def test_misuse_of_a_verb_points_to_its_help(longreach: Any) -> None:
+    given = ("run", "--model", "mini", "--document", "a", "--plan", "b")
+    assert longreach(*given).err == "longreach run: unrecognized arguments: --plan b; see longreach run --help\n"
+    assert "see longreach plan show --help" in longreach("plan", "show", "a.json", "--json", "--deep").err
+
+
 def test_an_interrupt_and_a_warning_are_one_line_each(longreach: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(args: Any) -> int:
         warnings.warn("mind\nthe step", stacklevel=1)

@@ -76,7 +76,10 @@ def test_answers_stream_to_standard_output_and_the_rest_goes_to_standard_error(
     assert head.removeprefix(f"> {QUESTIONS[0]}\n").strip() == texts[0] and tail.strip() == texts[1]
     summary = " ".join(two.err.split())
     assert "Read 100.0% in prefill (dense) and 100.0% in decode (dense)" in summary
-    assert f"(cut after {TOKENS} tokens; --max-new-tokens allows more)" in summary and "a token." in summary
+    assert f"(cut after {TOKENS} tokens; --max-new-tokens allows more)" in summary
+    assert "a token. Setting up the decode step took" in summary
+    brief = longreach(*asked(tiny, document, QUESTIONS[0]), "--max-new-tokens", 2).err
+    assert "First token after" in brief and "a token" not in brief, "the only step loaded code"
     assert all(len(line) <= 80 for line in two.err.splitlines())
 
 

@@ -25,7 +25,7 @@ from longreach.cli.common import (
     warn_unapplied,
 )
 from longreach.cli.saved_cache import add_saved_cache, check_save_place, loaded_cache
-from longreach.cli.show import duration, emit, progress, show_memory, show_plans, show_shares, waiting
+from longreach.cli.show import duration, emit, progress, show_memory, show_plans, show_shares, then_each, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ HELP = "ask questions about a document; its KV is computed once"
 EXAMPLES = (
     "longreach run --model mini --document notes.txt --question 'What is the access code for the archive?'",
     "longreach run --model ./Llama-3.1-8B-Instruct --document report.txt --question 'Who wrote it?' \\",
-    "    --question 'When?' --decode streaming_llm --set decode.window=0.3",
+    "    --question 'When?' --decode 'loki k=0.1'",
     "longreach run --model mini --document notes.txt    (a chat about it)",
     "longreach run --model mini --documents a.txt b.txt --question 'Which of them names a code?' --fuse a3 \\",
     "    --evict snapkv --set evict.capacity=512 --store chunks",
@@ -58,12 +58,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--question", action="append", default=[], metavar="TEXT", help="may be given several times; "
                         "without one you chat about the --document: each line of the terminal, or of standard input, "
                         "is a turn")  # fmt: skip
-    parser.add_argument("--fuse", metavar="NAME", help="how the chunks of --documents are used (default a3)")
-    parser.add_argument("--prefill", metavar="NAME", help="method for the prompt (default dense)")
-    parser.add_argument("--evict", metavar="NAME", help="which keys stay once the prompt is read (default all)")
-    parser.add_argument("--decode", metavar="NAME", help="method for the answer's tokens (default dense)")
+    parser.add_argument("--fuse", metavar="METHOD", help="how the chunks of --documents are used (default a3); options "
+                        "stand behind a method's name, as in 'a3 ratio=0.3'")  # fmt: skip
+    parser.add_argument("--prefill", metavar="METHOD", help="for the prompt (default dense)")
+    parser.add_argument("--evict", metavar="METHOD", help="which keys stay once the prompt is read (default all)")
+    parser.add_argument("--decode", metavar="METHOD", help="for the answer's tokens (default dense), such as "
+                        "'quest k=0.2' or 'kascade plan=plan.json'")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="SLOT.OPTION=VALUE",
-                        help="an option of a slot's method, such as decode.window=0.3 or fuse.ratio=0.3")  # fmt: skip
+                        help="another way to give an option: decode.k=0.2")  # fmt: skip
     parser.add_argument("--system", metavar="FILE", help="with --documents: UTF-8 text before them, behind which their "
                         "chunks are computed")  # fmt: skip
     parser.add_argument("--store", metavar="DIR", help="with --documents: the chunk store (default: none)")
@@ -171,13 +173,13 @@ def _summarise(
     rate = sum(s * n for s, n in rates) / sum(n for _, n in rates) if rates else None
     shares = show_shares(report, dict(zip(PHASES, methods, strict=True)))
     setup = sum(a.setup_seconds for a in answers)
-    ready = f" Compiling and capturing the decode step took {duration(setup)}, once." if setup else ""
+    ready = f" Setting up the decode step took {duration(setup)}, once." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""
     errors = Console(stderr=True, highlight=False, markup=False)
     errors.print(
         f"\n{shares}Document: {tokens} tokens in "
-        f"{duration(seconds)}. First token after {duration(seconds + answers[0].first_token_seconds)}{again}, then "
-        f"{duration(rate)} a token.{ready}"
+        f"{duration(seconds)}. First token after {duration(seconds + answers[0].first_token_seconds)}{again}"
+        f"{then_each(rate)}.{ready}"
     )
     show_memory(errors, [report.memory])
     show_plans(errors, report.plans)

@@ -18,7 +18,7 @@ from longreach.cli.common import (
     read_whole,
     warn_unapplied,
 )
-from longreach.cli.show import duration, emit, progress, show_memory, size, waiting
+from longreach.cli.show import duration, emit, progress, show_memory, size, then_each, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _summarise(documents: Documents, seconds: float, accounts: list[Account], re
     errors.print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
         f"{first.recomputed} recomputed, {first.computed} computed. {_copies(first)}First token after "
-        f"{duration(accounts[0].first_token_seconds)}, then {duration(rates[0] if rates else None)} a token."
+        f"{duration(accounts[0].first_token_seconds)}{then_each(rates[0] if rates else None)}."
     )
     show_memory(errors, [report.memory])
 

@@ -156,6 +156,11 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
+def then_each(seconds: float | None) -> str:
+    """What follows the time of the first token in a sentence; "" where no later token was timed."""
+    return "" if seconds is None else f", then {duration(seconds)} a token"
+
+
 def size(number: int) -> str:
     """Bytes in at most eight characters, in units of 1000."""
     if number < 1000:

@@ -52,6 +52,7 @@ def test_a_plan_is_made_that_the_model_takes(longreach: Any, model: Path, text: 
     assert made.seed == 1 and made.torch and made.transformers and made.device and made.longreach
     lines = result.out.splitlines()
     assert all(len(line) <= 80 or str(output) in line for line in lines)
+    assert lines[-1].endswith(f"To use it: 'kascade plan={output}'")
     for layer in range(4):
         row = next(line.split() for line in lines if line.split()[:1] == [str(layer)])
         role = ["anchor"] if layer in view.anchors else ["reuses", str(view.anchor_of(layer))]

@@ -100,8 +100,8 @@ def write_plan(args: argparse.Namespace, options: Calibration) -> int:
 
 
 def summary(run: CalibrationRun) -> str:
-    """One line: the file that was written, and the time that reading the prompts took."""
+    """One line: the file that was written, the time that reading the prompts took, and how a method is given it."""
     total, rest = len(run.prompts.prompts), ""
     if run.before:
         rest = f", the last {total - run.before} of {total} prompts; the others by an earlier run"
-    return f"{run.output}: prompts read in {duration(run.seconds)}{rest}"
+    return f"{run.output}: prompts read in {duration(run.seconds)}{rest}. To use it: '{run.kind} plan={run.output}'"

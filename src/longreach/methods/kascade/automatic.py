@@ -83,9 +83,9 @@ class KascadeMaker(PlanMaker):
         enough, least = result.plan(None, self.k, self.tile, EASY).anchors, fewest_anchors(len(layers))
         if len(enough) < least:
             raise InvalidInput(
-                f"the anchors {' '.join(map(str, enough))} find {EASY:.0%} of the best weight of each layer in this "
-                f"prompt, where {least} or more are expected: it asks for too little to calibrate on; the next prompt "
-                f"will be calibrated on"
+                f"this prompt does not show which layers must choose keys themselves: the keys that {len(enough)} of "
+                f"{len(layers)} layers chose hold {EASY:.0%} of the best weight of every layer, where {least} or more "
+                f"layers are expected to be needed; the next prompt is tried"
             )
         options = {"k": self.k, "tile": self.tile, "tiles": self.tiles, "every": self.every, "served": self.served}
         return PlanParts(

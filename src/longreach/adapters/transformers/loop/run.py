@@ -38,7 +38,7 @@ class DecodeRun:
 
     Afterwards: captured, how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
     attentions; None: uncaptured). not_captured_reason: why they were not one graph. setup_seconds: of the first steps,
-    uncaptured, with compiling and capturing; 0 if an earlier run did that. evict_seconds: of eviction, between the
+    which load or compile code, and of capturing; 0 if an earlier run did that. evict_seconds: of eviction, between the
     first token and the first step. decode_seconds: of the other `steps` steps, from the choice of the first token to
     the last, including the time of the tokens' reader.
     Raises UnknownName (compile) and Unsupported (capture where there can be none, or compile without a captured step).
@@ -163,8 +163,10 @@ class DecodeRun:
 
     @property
     def _setting_up(self) -> bool:
-        """Whether the next step still is run uncaptured, or captured: that takes long, so all before it is read."""
-        return self._capture is not None and (self._decoder is None or self._decoder.graph is None)
+        """Whether the next step loads or compiles code, or is captured: that takes long, so all before it is read."""
+        if self._decoder is None:
+            return True
+        return self._decoder.warm == 0 if self._capture is None else self._decoder.graph is None
 
     def _step(self, decoder: Decoder) -> None:
         setup = self._setting_up
