@@ -12,7 +12,7 @@ PAGE = (ROOT / "docs" / "python.md").read_text()
 
 def test_its_blocks_run() -> None:
     blocks, names = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), dict[str, Any]()
-    assert len(blocks) == 11
+    assert len(blocks) == 12
     for block in blocks:
         exec(compile(block, "docs/python.md", "exec"), names)
     assert 0 < names["report"].fraction("decode") < 0.6
@@ -22,3 +22,4 @@ def test_its_blocks_run() -> None:
     assert {"dense", "quest k=0.2"} < set(names["record"]["methods"])
     assert set(names["found"]["results"]) == {"dense", "quest k=0.2"} and names["one"].label == "loki k=0.2"
     assert names["plan"].kind == "loki" and names["plan"].made.tokens == 1024
+    assert 0 < names["session"].report().fraction("decode") < 0.2 and names["HalfWindows"]().window == 256
