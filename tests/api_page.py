@@ -12,6 +12,8 @@ from operator import attrgetter
 from typing import Any
 
 import longreach
+from longreach.adapters.transformers.conversation import Reply
+from longreach.runtime.report import LayerReport, Report
 from tests.doc_tables import ROOT
 
 PAGE = ROOT / "docs" / "api.md"
@@ -35,9 +37,12 @@ PARTS = {
     "Stored documents": ("Documents", "ChunkStore", "ChunkPool"),
     "Trained attention": ("convert", "mka.register", "mka.revert", "mka.parameter_groups"),
     "vLLM": ("vllm.report",),
+    "Results": ("Report", "LayerReport", "Reply"),
     "Methods": (),  # all others
     "Errors": ("LongreachError",),
 }
+# classes of what public functions return, which nobody imports
+RESULTS = {"Report": Report, "LayerReport": LayerReport, "Reply": Reply}
 # members that users call, where a class has others for longreach's own modules
 MEMBERS = {
     "Session": ("close", "load_cache", "new_cache", "prepare", "report", "reset_report", "switch"),
@@ -59,7 +64,7 @@ def page() -> str:
     for title, names in PARTS.items():
         lines.append(f"## {title}\n")
         for name in names or rest():
-            lines += entry(name, attrgetter(name)(longreach))
+            lines += entry(name, RESULTS.get(name) or attrgetter(name)(longreach))
     return "\n".join(lines).rstrip() + "\n"
 
 

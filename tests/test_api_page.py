@@ -15,4 +15,6 @@ def test_every_public_name_is_documented() -> None:
     for name in longreach._NAMES:
         part = text.split(f"\n### {name}\n")[1].split("\n### ")[0]
         assert f"```python\n{name}" in part and len(part.split("```")[2].split()) > 5, name
-    assert set(longreach._NAMES) >= {name for names in api_page.PARTS.values() for name in names if "." not in name}
+    assert set(longreach._NAMES) >= {
+        name for names in api_page.PARTS.values() for name in names if "." not in name
+    } - set(api_page.RESULTS)

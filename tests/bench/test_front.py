@@ -53,7 +53,9 @@ def small(folder: Path) -> None:
     for record in {front.SCORES, rows["kascade"].record}:
         write(folder / f"{record}.json", {"kind": "eval", "format": 1, "tasks": tasks, **about})
     times = {"dense": 10000.0, "loki": 6000.0, "mac": 2500.0, "kascade": 4000.0}
-    entries = [{"name": name, "microseconds": {"median": time}} for name, time in times.items()]
+    reads = {"loki": 0.226, "mac": 0.021, "kascade": 0.185}
+    settings = {name: {"keys_and_values_read": reads[name]} if name in reads else {} for name in times}
+    entries = [{"name": n, "microseconds": {"median": time}, "settings": settings[n]} for n, time in times.items()]
     for case in front.SPEEDS:
         add(folder / "steps.json", "steps", case, {"entries": entries, "device": {"name": "abacus"}})
 
@@ -61,12 +63,12 @@ def small(folder: Path) -> None:
 def test_numbers_come_from_the_records(tmp_path: Path) -> None:
     small(tmp_path)
     lines = {line.split("|")[1].strip(): line for line in front.table(tmp_path).splitlines()}
-    assert lines["[`loki`](docs/plans.md)"].endswith("| 25% | 70.0% of 80.0% | 0.60 | 0.60 |")
-    assert lines["[`mac`](docs/mac/README.md)"].endswith("| - | - | 0.25 (forced) | 0.25 (forced) |")
-    assert lines["`quest`"].endswith("| - | - | - | - |")
+    assert lines["[`loki`](docs/plans.md)"].endswith("| 25% | 70.0% of 80.0% | 23% | 0.60 | 0.60 |")
+    assert lines["[`mac`](docs/mac/README.md)"].endswith("| - | - | 2% | 0.25 (forced) | 0.25 (forced) |")
+    assert lines["`quest`"].endswith("| - | - | - | - | - |")
     text = front.headline(tmp_path)
-    assert "10.0 ms with `dense` (RULER: 80%), 6.0 ms with `loki` (RULER: 70%) and 4.0 ms with `kascade`" in text
-    assert "`kascade` (RULER: 45%, two anchors)" in text
+    assert "10.0 ms with `dense` (RULER: 80%), 6.0 ms with `loki` (reading 23% of the bytes; RULER at 25%: 70%)" in text
+    assert "and 4.0 ms with `kascade` (reading 18% of the bytes; RULER at 20%: 45%, two anchors)" in text
     assert "on one abacus" in text
     drawn = {p.label: p for p in front.drawn(tmp_path)}
     assert set(drawn) == {"dense", "loki", "kascade"} and drawn["dense"].dense and not drawn["loki"].dense

@@ -83,6 +83,13 @@ def test_answers_stream_to_standard_output_and_the_rest_goes_to_standard_error(
     assert all(len(line) <= 80 for line in two.err.splitlines())
 
 
+def test_what_a_method_reads_of_the_prompt_is_named(longreach: Any, tiny: Path, document: Path) -> None:
+    said = " ".join(longreach(*asked(tiny, document, QUESTIONS[0]), "--decode", "mac window=16 band=8").err.split())
+    assert (
+        "in prefill (dense, and what mac reads of the prompt) and " in said and " in decode (mac) of the bytes" in said
+    )
+
+
 def test_a_chat_template_is_used_and_shared_exactly(longreach: Any, tiny_chat: Path, document: Path) -> None:
     found = json.loads(longreach(*asked(tiny_chat, document, *QUESTIONS), "--json").out)
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)

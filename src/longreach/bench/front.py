@@ -126,6 +126,7 @@ def table(results: Path) -> str:
         "slots",
         "bytes",
         "score, of dense's",
+        "bytes, timed",
         "step, batch 1",
         "step, batch 4",
     ]
@@ -134,7 +135,8 @@ def table(results: Path) -> str:
         got = score(results, row)
         name = f"[`{row.method}`]({row.page})" if row.page else f"`{row.method}`"
         told = ["-", "-"] if got is None else [f"{got.reads:.0%}", f"{got.mean:.1%} of {got.dense:.1%}{got.note}"]
-        times = [_over(cases.get(case), row.method) for case in SPEEDS]
+        read, times = _timed_reads(cases.get(SPEEDS[0]), row.method), [_over(cases.get(c), row.method) for c in SPEEDS]
+        told.append("-" if read is None else f"{read:.0%}")
         lines.append(f"| {' | '.join([name, row.paper, row.slots, *told, *times])} |")
     return "\n".join(lines)
 
@@ -169,10 +171,12 @@ def headline(results: Path) -> str:
     rows = {row.method: row for row in METHODS}
     parts = []
     for name in (DENSE, *HEADLINE):
-        got, time = score(results, rows[name]), _time(case, name)
-        if got is None or time is None:
+        got, time, read = score(results, rows[name]), _time(case, name), _timed_reads(case, name)
+        if got is None or time is None or read is None:
             return "No measurements yet."
-        parts.append(f"{time / 1e3:.1f} ms with `{name}` (RULER: {got.mean:.0%}{got.note})")
+        reads = "" if name == DENSE else f"reading {read:.0%} of the bytes; "
+        at = "" if name == DENSE else f" at {got.reads:.0%}"
+        parts.append(f"{time / 1e3:.1f} ms with `{name}` ({reads}RULER{at}: {got.mean:.0%}{got.note})")
     return (
         f"**At 128K tokens, batch 4, a decode step of an 8B model takes {parts[0]}, {' and '.join(parts[1:])}.** Times "
         f"are of Llama-3.1-8B's shape with random weights on one {case['device']['name']}. RULER is the mean score of "
@@ -214,6 +218,12 @@ def _entries(case: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 def _time(case: dict[str, Any], method: str) -> float | None:
     return dict(_entries(case)).get(method)
+
+
+def _timed_reads(case: dict[str, Any] | None, method: str) -> float | None:
+    """Bytes that the timed step read, over dense attention's; None where it was not timed."""
+    found = {e["name"]: e["settings"] for e in case["entries"]} if case else {}
+    return float(found[method].get("keys_and_values_read", 1)) if method in found else None
 
 
 def _over(case: dict[str, Any] | None, method: str) -> str:

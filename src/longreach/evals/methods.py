@@ -105,6 +105,11 @@ def specs(
     """
     found, unused = dict[str, Spec](), {(slot, option) for slot, mine in (settings or {}).items() for option in mine}
     for text in [DENSE, *texts]:
+        if not isinstance(text, str):
+            raise InvalidInput(
+                f"methods: expected text such as 'quest k=0.2', got {text!r}; attach and generate take configured "
+                f"methods, and a method in the registry (CONTRIBUTING.md) has a name here too"
+            )
         spec, words = parse(text, controls), list[str]()
         for slot, mine in (settings or {}).items():
             method = getattr(spec, slot)

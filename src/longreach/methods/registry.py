@@ -77,6 +77,12 @@ def choose(phase: Phase, method: str | AttentionMethod | None, **given: Any) -> 
         if given:
             raise InvalidInput(f"{phase}: give options with a method's name, or a configured method, not both")
         chosen = method
+        for attribute in ("name", "phases"):
+            if not hasattr(method, attribute):
+                raise InvalidInput(
+                    f"{phase}: {type(method).__name__} has no {attribute}; a method has a name, such as "
+                    f'name = "mine", and the phases that it serves, such as phases = ("decode",)'
+                )
     else:
         _refuse_other(phase, method, AttentionMethod)
         name, own = ("dense", {}) if method is None else split(method, f"{phase} method {method!r}")
@@ -130,9 +136,10 @@ def choose_eviction(evict: str | Eviction | None, **options: Any) -> Eviction | 
 def _refuse_other(slot: str, given: Any, kind: type[Any]) -> None:
     """Raise InvalidInput for what is neither text nor None; a class is told how to become a method."""
     if isinstance(given, type) and issubclass(given, kind):
+        name = getattr(given, "name", None)
+        by_name = f' or {slot}="{name}"' if name in {*METHODS, *FUSIONS, *EVICTIONS} else ""
         raise InvalidInput(
-            f"{slot}: got the class {given.__name__}, which is no configured method; write {given.__name__}() or "
-            f'{slot}="{given.name}"'  # type: ignore[attr-defined]
+            f"{slot}: got the class {given.__name__}, which is no configured method; write {given.__name__}(){by_name}"
         )
     if given is not None and not isinstance(given, str):
         raise InvalidInput(f"{slot}: expected a configured method of this slot or its name, got {given!r}")

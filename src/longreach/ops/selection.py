@@ -36,7 +36,7 @@ def absolute(slot: int | Tensor) -> Bound:
 
 
 def relative(offset: int | Tensor) -> Bound:
-    """The bound at the row's own position plus `offset`; near(1) is just after the row itself."""
+    """The bound at the row's own position plus `offset`; relative(1) is just after the row itself."""
     return Bound(offset, True)
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from longreach.cache import SequenceState
-from longreach.errors import Unsupported
+from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import Configured, Outcome, PromptObserver, is_count
 from longreach.methods.call import LayerCall, ModelShape, Phase
 from longreach.ops import KVView, Partial, Rows, Selection, Spans
 from longreach.ops.doors import EVERYTHING, Read
-from longreach.ops.types import require
+from longreach.ops.types import describe, require
 from longreach.runtime.ledger import Ledger
 from longreach.runtime.segments import Segment, check_runs, check_segments
 from longreach.runtime.state import StateStore
@@ -183,7 +183,12 @@ def _attend_segment(
         dense, method = EVERYTHING, segment.method.name
 
         def run() -> Outcome:
-            return segment.method.run(call, _state(p, segment.method, call))
+            found = segment.method.run(call, _state(p, segment.method, call))
+            if not isinstance(found, Outcome):
+                raise InvalidInput(
+                    f"{method}: run must return an Outcome, such as Outcome(call.attend(...)), got {describe(found)}"
+                )
+            return found
 
         outcome = run() if around is None else around(call, run)
         method = method if around is None else around.name or method

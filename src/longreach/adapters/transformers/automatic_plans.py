@@ -109,7 +109,8 @@ class PlanSession:
             prompt = self._prompt(maker, cache)
             parts = maker.make(prompt)
         except (InvalidInput, Unsupported) as refusal:
-            self._wait(maker.kind, f"no {maker.kind} plan: {refusal}")
+            remedy = f"attention is dense until there is one; longreach calibrate {maker.kind} makes one of texts"
+            self._wait(maker.kind, f"no {maker.kind} plan: {refusal}; {remedy}")
             return
         plan = self._plan(maker, parts, prompt.length)
         seconds = now(self._model) - started
