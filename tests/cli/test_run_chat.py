@@ -122,9 +122,11 @@ def test_an_answer_that_is_stopped_or_fails_keeps_the_session(
 
 
 SLOWLY = """
+import signal
 import time
 from longreach.cli import main, run_chat
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, and so their children, ignore it
 put = run_chat._Printer.put
 
 def slow(*args):
