@@ -22,4 +22,8 @@ def test_its_blocks_run() -> None:
     assert {"dense", "quest k=0.2"} < set(names["record"]["methods"])
     assert set(names["found"]["results"]) == {"dense", "quest k=0.2"} and names["one"].label == "loki k=0.2"
     assert names["plan"].kind == "loki" and names["plan"].made.tokens == 1024
-    assert names["share"] < 0.2 and 0.45 < names["half"] < 0.55 and names["halved"].shape[1] > 200
+    assert (
+        names["share"] < 0.2
+        and 0.45 < names["half"] < 0.55
+        and names["halved"].shape[1] <= names["inputs"].input_ids.shape[1] + 4
+    )

@@ -223,7 +223,8 @@ def _time(case: dict[str, Any], method: str) -> float | None:
 def _timed_reads(case: dict[str, Any] | None, method: str) -> float | None:
     """Bytes that the timed step read, over dense attention's; None where it was not timed."""
     found = {e["name"]: e["settings"] for e in case["entries"]} if case else {}
-    return float(found[method].get("keys_and_values_read", 1)) if method in found else None
+    read = 1.0 if method == DENSE else found.get(method, {}).get("keys_and_values_read")
+    return read if method in found else None
 
 
 def _over(case: dict[str, Any] | None, method: str) -> str:

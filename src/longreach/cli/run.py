@@ -173,7 +173,7 @@ def _summarise(
     rate = sum(s * n for s, n in rates) / sum(n for _, n in rates) if rates else None
     shares = show_shares(report, dict(zip(PHASES, methods, strict=True)))
     setup = sum(a.setup_seconds for a in answers)
-    ready = f" Setting up the decode step took {duration(setup)}, once." if setup else ""
+    ready = f" Setting up the decode step took {duration(setup)}." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""
     errors = Console(stderr=True, highlight=False, markup=False)
     errors.print(

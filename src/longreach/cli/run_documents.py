@@ -134,11 +134,13 @@ def _summarise(documents: Documents, seconds: float, accounts: list[Account], re
         done.append(f"dependence of {measured} measured")
     kept = f"Chunks: {', '.join(done)}, in {duration(seconds)}"
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
+    setup = sum(a.answer.setup_seconds for a in accounts)
+    ready = f" Setting up the decode step took {duration(setup)}." if setup else ""
     errors = Console(stderr=True, highlight=False, markup=False)
     errors.print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
         f"{first.recomputed} recomputed, {first.computed} computed. {_copies(first)}First token after "
-        f"{duration(accounts[0].first_token_seconds)}{then_each(rates[0] if rates else None)}."
+        f"{duration(accounts[0].first_token_seconds)}{then_each(rates[0] if rates else None)}.{ready}"
     )
     show_memory(errors, [report.memory])
 

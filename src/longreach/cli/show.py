@@ -180,8 +180,9 @@ def percent(share: float | None) -> str:
 def show_shares(report: Any, methods: dict[str, str]) -> str:
     """A sentence: what was read over what dense attention reads; empty if nothing was. methods: phase -> its method."""
     fractions = {phase: report.fraction(phase) for phase in methods}
-    observed = {layer.method.partition("+")[2] for layer in report.layers if layer.phase == "prefill"} - {""}
-    also = "".join(f", and what {name} reads of the prompt" for name in sorted(observed))
+    observed = {name for layer in report.layers if layer.phase == "prefill" for name in layer.method.split("+")[1:]}
+    readers = ["a plan" if name == "plan" else name for name in sorted(observed)]
+    also = f", and what {' and '.join(readers)} needs of the prompt" if readers else ""
     named = {phase: name + (also if phase == "prefill" else "") for phase, name in methods.items()}
     shares = [f"{percent(x)} in {phase} ({named[phase]})" for phase, x in fractions.items() if x is not None]
     return f"Read {' and '.join(shares)} of the bytes that dense attention reads. " if shares else ""

@@ -28,7 +28,7 @@ class QuestionAnswer:
     """One question and its answer. first_token_seconds counts from the question; the document was read before.
 
     stopped: the model ended its answer, max_new_tokens did not. setup_seconds: the first steps, which
-    load or compile code, and capturing.
+    may load or compile code, and capturing.
     """
 
     question: str

@@ -17,6 +17,6 @@ def apart(x: Tensor, kv_heads: int, parts: int) -> Tensor:
 
 
 def together(x: Tensor, kv_heads: int, parts: int) -> Tensor:
-    """The other way."""
+    """Inverse of `apart`: [R * parts, H / parts, ...] -> [R, H, ...]."""
     split = x.unflatten(1, (kv_heads, -1)).unflatten(0, (-1, parts))
     return split.transpose(1, 2).flatten(1, 3)

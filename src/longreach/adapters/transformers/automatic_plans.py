@@ -109,8 +109,9 @@ class PlanSession:
             prompt = self._prompt(maker, cache)
             parts = maker.make(prompt)
         except (InvalidInput, Unsupported) as refusal:
-            remedy = f"attention is dense until there is one; longreach calibrate {maker.kind} makes one of texts"
-            self._wait(maker.kind, f"no {maker.kind} plan: {refusal}; {remedy}")
+            remedy = f"; until then attention is dense. To make a plan from texts: longreach calibrate {maker.kind}"
+            helps = isinstance(refusal, InvalidInput)  # of the prompt, not of the model
+            self._wait(maker.kind, f"no {maker.kind} plan: {refusal}{remedy if helps else ''}")
             return
         plan = self._plan(maker, parts, prompt.length)
         seconds = now(self._model) - started

@@ -44,7 +44,7 @@ class Answer:
     """One answer, filled while it is decoded: tokens without the stop token, and wall-clock seconds.
 
     stopped: whether it ended with a stop token rather than at max_new_tokens. setup_seconds: the first steps, which
-    load or compile code, and capturing; decode_seconds: the other `steps` steps; evict_seconds: eviction,
+    may load or compile code, and capturing; decode_seconds: the other `steps` steps; evict_seconds: eviction,
     between the first token and the first step (see `loop.DecodeRun`).
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,8 +101,14 @@ def write_plan(args: argparse.Namespace, options: Calibration) -> int:
 
 
 def summary(run: CalibrationRun) -> str:
-    """One line: the file that was written, the time that reading the prompts took, and how a method is given it."""
+    """One line: the file that was written, the time that reading the prompts took, and the text that uses the plan."""
     total, rest = len(run.prompts.prompts), ""
     if run.before:
         rest = f", the last {total - run.before} of {total} prompts; the others by an earlier run"
-    return f"{run.output}: prompts read in {duration(run.seconds)}{rest}. To use it: '{run.kind} plan={run.output}'"
+    return f"{run.output}: prompts read in {duration(run.seconds)}{rest}. To use it: {usage(run.kind, run.output)}"
+
+
+def usage(kind: str, file: Path | None) -> str:
+    """The text of a method that uses a plan, quoted for a shell."""
+    fitted = " window=None band=None tau=None scale=calibrated" if kind == "mac" else ""  # else its own values hold
+    return shlex.quote(f"{kind} plan={shlex.quote(str(file))}{fitted}")

@@ -35,7 +35,7 @@ class Generated:
     sequences: int64 [B, T + new] on the model's device, prompts and answers, padding after an end. prompt: T.
     captured: "full" (the decode step was one CUDA graph), "piecewise" (one graph for each stretch between two
     attentions) or None. not_captured_reason: why it was not one graph, else None. compile: one of `loop.compile.MODES`.
-    prefill_seconds: of the prompt. setup_seconds: of the first steps, which load or compile code, and of
+    prefill_seconds: of the prompt. setup_seconds: of the first steps, which may load or compile code, and of
     capturing; 0 if an earlier call's step was reused. evict_seconds: of eviction, between the first token and the
     first step. decode_seconds: of the other `steps` steps. All wall-clock, after waiting for the device.
     """

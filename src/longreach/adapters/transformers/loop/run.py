@@ -38,9 +38,9 @@ class DecodeRun:
 
     Afterwards: captured, how the steps ran ("full": one CUDA graph; "piecewise": one for each stretch between two
     attentions; None: uncaptured). not_captured_reason: why they were not one graph. setup_seconds: of the first steps,
-    which load or compile code, and of capturing; 0 if an earlier run did that. evict_seconds: of eviction, between the
-    first token and the first step. decode_seconds: of the other `steps` steps, from the choice of the first token to
-    the last, including the time of the tokens' reader.
+    which may load or compile code, and of capturing; 0 if an earlier run did that. evict_seconds: of eviction, between
+    the first token and the first step. decode_seconds: of the other `steps` steps, from the choice of the first token
+    to the last, including the time of the tokens' reader.
     Raises UnknownName (compile) and Unsupported (capture where there can be none, or compile without a captured step).
     """
 
