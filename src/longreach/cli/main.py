@@ -25,7 +25,7 @@ CODES = (
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, like all others; `parser` of what it parsed is the verb's."""
+    """A parser whose errors are one line, like all others. `args.parser` is the parser of the verb."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)

@@ -25,7 +25,16 @@ from longreach.cli.common import (
     warn_unapplied,
 )
 from longreach.cli.saved_cache import add_saved_cache, check_save_place, loaded_cache
-from longreach.cli.show import duration, emit, progress, show_memory, show_plans, show_shares, then_each, waiting
+from longreach.cli.show import (
+    after_first_token,
+    duration,
+    emit,
+    progress,
+    show_memory,
+    show_plans,
+    show_shares,
+    waiting,
+)
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -59,10 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                         "without one you chat about the --document: each line of the terminal, or of standard input, "
                         "is a turn")  # fmt: skip
     parser.add_argument("--fuse", metavar="METHOD", help="how the chunks of --documents are used (default a3); options "
-                        "stand behind a method's name, as in 'a3 ratio=0.3'")  # fmt: skip
-    parser.add_argument("--prefill", metavar="METHOD", help="for the prompt (default dense)")
+                        "follow the method's name, as in 'a3 ratio=0.3'")  # fmt: skip
+    parser.add_argument("--prefill", metavar="METHOD", help="method for the prompt (default dense)")
     parser.add_argument("--evict", metavar="METHOD", help="which keys stay once the prompt is read (default all)")
-    parser.add_argument("--decode", metavar="METHOD", help="for the answer's tokens (default dense), such as "
+    parser.add_argument("--decode", metavar="METHOD", help="method for the answer's tokens (default dense), such as "
                         "'quest k=0.2' or 'kascade plan=plan.json'")  # fmt: skip
     parser.add_argument("--set", action="append", default=[], metavar="SLOT.OPTION=VALUE",
                         help="another way to give an option: decode.k=0.2")  # fmt: skip
@@ -173,13 +182,12 @@ def _summarise(
     rate = sum(s * n for s, n in rates) / sum(n for _, n in rates) if rates else None
     shares = show_shares(report, dict(zip(PHASES, methods, strict=True)))
     setup = sum(a.setup_seconds for a in answers)
-    ready = f" Setting up the decode step took {duration(setup)}." if setup else ""
     again = f" ({duration(answers[1].first_token_seconds)} for further questions)" if len(answers) > 1 else ""
     errors = Console(stderr=True, highlight=False, markup=False)
     errors.print(
         f"\n{shares}Document: {tokens} tokens in "
         f"{duration(seconds)}. First token after {duration(seconds + answers[0].first_token_seconds)}{again}"
-        f"{then_each(rate)}.{ready}"
+        f"{after_first_token(rate, setup)}"
     )
     show_memory(errors, [report.memory])
     show_plans(errors, report.plans)

@@ -18,7 +18,7 @@ from longreach.cli.common import (
     read_whole,
     warn_unapplied,
 )
-from longreach.cli.show import duration, emit, progress, show_memory, size, then_each, waiting
+from longreach.cli.show import after_first_token, duration, emit, progress, show_memory, size, waiting
 from longreach.errors import InvalidInput
 
 if TYPE_CHECKING:
@@ -135,12 +135,11 @@ def _summarise(documents: Documents, seconds: float, accounts: list[Account], re
     kept = f"Chunks: {', '.join(done)}, in {duration(seconds)}"
     rates = [a.answer.seconds_per_token for a in accounts if a.answer.seconds_per_token is not None]
     setup = sum(a.answer.setup_seconds for a in accounts)
-    ready = f" Setting up the decode step took {duration(setup)}." if setup else ""
     errors = Console(stderr=True, highlight=False, markup=False)
     errors.print(
         f"\n{kept}. Prompt: {first.tokens} tokens, {first.exact} exact as stored, {first.reused} reused, "
         f"{first.recomputed} recomputed, {first.computed} computed. {_copies(first)}First token after "
-        f"{duration(accounts[0].first_token_seconds)}{then_each(rates[0] if rates else None)}.{ready}"
+        f"{duration(accounts[0].first_token_seconds)}{after_first_token(rates[0] if rates else None, setup)}"
     )
     show_memory(errors, [report.memory])
 

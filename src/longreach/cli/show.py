@@ -156,9 +156,10 @@ def duration(seconds: float | None) -> str:
     return f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
 
 
-def then_each(seconds: float | None) -> str:
-    """What follows the time of the first token in a sentence; "" where no later token was timed."""
-    return "" if seconds is None else f", then {duration(seconds)} a token"
+def after_first_token(seconds: float | None, setup: float) -> str:
+    """The end of a sentence about the first token: the time of a later one if one was timed, and of the setup."""
+    each = "" if seconds is None else f", then {duration(seconds)} a token"
+    return f"{each}." + (f" Setting up the decode step took {duration(setup)}." if setup else "")
 
 
 def size(number: int) -> str:

@@ -107,8 +107,8 @@ def specs(
     for text in [DENSE, *texts]:
         if not isinstance(text, str):
             raise InvalidInput(
-                f"methods: expected text such as 'quest k=0.2', got {text!r}; attach and generate take configured "
-                f"methods, and a method in the registry (CONTRIBUTING.md) has a name here too"
+                f"methods: expected text such as 'quest k=0.2', got {text!r}; to measure a method of your own, "
+                f"register it (CONTRIBUTING.md, Add a method)"
             )
         spec, words = parse(text, controls), list[str]()
         for slot, mine in (settings or {}).items():

@@ -68,6 +68,11 @@ class Decoder:
         """Whether memory is where it was, and the model as it was but for values of weights, when the step was made."""
         return self.steps.valid and self.state == model_state(self.session.model)
 
+    @property
+    def set_up(self) -> bool:
+        """Whether code is loaded and compiled, and the step captured if it is to be: later steps repeat it."""
+        return self.warm > 0 if self.capture is None else self.graph is not None
+
     @contextlib.contextmanager
     def run(self, ends: Ends, room: int) -> Iterator[None]:
         """Within this block up to `room` steps may be run. Raises CapacityError.

@@ -163,10 +163,8 @@ class DecodeRun:
 
     @property
     def _setting_up(self) -> bool:
-        """Whether the next step loads or compiles code, or is captured: that takes long, so all before it is read."""
-        if self._decoder is None:
-            return True
-        return self._decoder.warm == 0 if self._capture is None else self._decoder.graph is None
+        """Whether the next step is part of the setup. It takes long, so earlier tokens are read first."""
+        return self._decoder is None or not self._decoder.set_up
 
     def _step(self, decoder: Decoder) -> None:
         setup = self._setting_up
