@@ -62,9 +62,9 @@ def tuning(
         wide = max(16, next_power_of_2(dim))
         return narrow.tuning(dtype, wide, m, lists=lists, page=page, dense=dense, items=items)
     unit = 32 if dense else 16
-    if m <= 16:
+    if m <= 16 or (shared and m <= 32):
         return Tuning(32, 4, 3 if shared else 2, 2, unit=unit)
-    return Tuning(32, 8, 3 if shared and m <= 32 else 2, 1, unit=unit)
+    return Tuning(32, 8, 2, 1, unit=unit)
 
 
 def keeping(t: Tuning) -> Tuning:

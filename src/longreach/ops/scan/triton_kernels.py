@@ -10,7 +10,8 @@ A chunk changes the state before it linearly. So `ends` takes the chunks alone, 
 and `means` computes all rows from the state at the start of their chunk. The backward does the same from the last row
 to the first: `ends_back`, `chain`, `gradients`. Rows of one chunk need only the last step, with a program for each run.
 
-Bytes, in sizes of x: forward 2 reads + 1 write; backward reads dy twice, x and y once, and writes dx.
+Bytes, in sizes of x: forward 2 reads + 1 write; backward reads dy twice, x and y once, and writes dx. `ends` and
+`ends_back` stop where rate^age is below 2^-40, beneath fp32's precision: a half-life of h tokens needs 40 h rows.
 
 `few` is a kernel for few rows without gradients, such as those of a decode step: it needs no table and no description.
 
@@ -34,6 +35,7 @@ CARRIED = tl.constexpr(0)
 GOES_ON = tl.constexpr(-1)
 FRESH = tl.constexpr(-2)
 PADDING = tl.constexpr(-3)
+FORGOTTEN = tl.constexpr(40.0)  # a weight below 2^-40 of the latest row's is left out of a chunk's effect
 
 
 @triton.jit
@@ -183,6 +185,13 @@ def _weighted(acc, x, row_stride, at, factors, d, some):
 
 
 @triton.jit
+def _remembered(of):
+    """How many rows weigh 2^-40 or more at the last of them."""
+    rate = tl.load(of + 1)
+    return tl.where(rate < 1.0, tl.minimum(-1.0 / tl.log2(rate) * FORGOTTEN, 1e9), 1e9).to(tl.int32) + 1
+
+
+@triton.jit
 def _store_effect(effects, chunk, g, heads, s, w, v, f, h, d, some, D: tl.constexpr):
     place = chunk.to(tl.int64) * heads + g
     tl.store(effects[0] + place * D + d, s, mask=some)
@@ -208,7 +217,7 @@ def ends(
     start = tl.maximum(found, 0)
     kind = tl.load(source + chunk * C + start)
     acc = tl.zeros((T, BD), tl.float32)
-    for age in range(0, C - start, T):  # from the last row: `means` finds the first ones in the L2 cache
+    for age in range(0, tl.minimum(C - start, _remembered(of)), T):  # from the last row: `means` finds the first ones in the L2 cache
         n = C - T - age + i
         factors = tl.load(of + C - 1 - n, mask=(n >= start) & (kind != PADDING), other=0.0)
         acc = _weighted(acc, x + g.to(tl.int64) * head_stride, row_stride, chunk * C + C - T - age, factors, d, some)
@@ -342,7 +351,7 @@ def ends_back(
     base = chunk * C
     end = tl.load(stop + base)
     acc = tl.zeros((T, BD), tl.float32)
-    for step in range(0, tl.minimum(end + 1, C), T):
+    for step in range(0, tl.minimum(tl.minimum(end + 1, C), _remembered(of)), T):
         there = (step + i <= end) & (step + i < C)
         factors = tl.load(of + step + i, mask=there, other=0.0) * _inverse(w, base + step + i, there)
         acc = _weighted(acc, dy + g * D, heads * D, base + step, factors, d, some)
