@@ -217,7 +217,8 @@ def ends(
     start = tl.maximum(found, 0)
     kind = tl.load(source + chunk * C + start)
     acc = tl.zeros((T, BD), tl.float32)
-    for age in range(0, tl.minimum(C - start, _remembered(of)), T):  # from the last row: `means` finds the first ones in the L2 cache
+    # from the last row: `means` finds the first ones in the L2 cache
+    for age in range(0, tl.minimum(C - start, _remembered(of)), T):
         n = C - T - age + i
         factors = tl.load(of + C - 1 - n, mask=(n >= start) & (kind != PADDING), other=0.0)
         acc = _weighted(acc, x + g.to(tl.int64) * head_stride, row_stride, chunk * C + C - T - age, factors, d, some)
