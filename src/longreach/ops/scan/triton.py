@@ -14,11 +14,11 @@ from longreach.ops.carry import ScanCarry
 from longreach.ops.scan import triton_kernels as kernels
 
 INTERPRETED: bool = kernels.INTERPRETED.value
-PROGRAMS = 512  # of a kernel, by which chunks get their length: four on each multiprocessor of an H200
+PROGRAMS = 1024  # of a kernel, by which chunks get their length: eight on each multiprocessor of an H200
 CHUNKS = (16, 32) if INTERPRETED else (64, 2048)  # rows of a chunk, at least and at most; powers of two
 PIECE = 16  # rows of one product, at most; a product needs as many
-BLOCK = 512  # bytes of a row that a program takes, at most
-REGISTERS = 128  # of a thread: four programs of four warps fit on a multiprocessor
+BLOCK = 256  # bytes of a row that a program takes, at most
+REGISTERS = 128  # of a thread: eight programs of two warps fit on a multiprocessor
 FEW = 32  # rows without gradients that one kernel computes, each sequence's one after another
 CHAINED = 2 if INTERPRETED else 16  # chunks whose effects are read at once
 
@@ -191,7 +191,7 @@ def _chunk(x: Tensor) -> int:
 def _form(x: Tensor) -> tuple[dict[str, int], int, int]:
     """Constants of kernels on x, and how many chunks and blocks of channels there are."""
     rows, _, dim = x.shape
-    form = {"D": dim, "BD": _channels(x), "T": PIECE, "num_warps": 4, "maxnreg": REGISTERS}
+    form = {"D": dim, "BD": _channels(x), "T": PIECE, "num_warps": 2, "maxnreg": REGISTERS}
     return form, triton.cdiv(rows, _chunk(x)), triton.cdiv(dim, _channels(x))
 
 
