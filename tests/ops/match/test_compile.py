@@ -36,7 +36,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("dim", swept([64, 128], 1))
+@pytest.mark.parametrize("dim", swept([64, 576, 128], 2))
 def test_compiles_for_an_h200(dim: int) -> None:
     names = []
     for kernels in printed(COMPILE, dim):

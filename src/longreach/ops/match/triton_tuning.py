@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from longreach.ops.match.triton_kernels import INTERPRETED as _INTERPRETED
 
 INTERPRETED: bool = _INTERPRETED.value
+SHARED = 128 * 1024  # bytes of shared memory that a program's stages take, at most
 FEW, SOME = 128, 256  # rings: up to so many one, and two programs a multiprocessor of an H200; see docs/performance.md
 
 
@@ -37,4 +38,4 @@ def tuning(rings: int, window: int, vector: int) -> Tuning:
     blocks = -(-window // block)
     if pieces >= blocks:  # each program has one block, all loads are under way at once
         return Tuning(block, blocks, 4, 1)
-    return Tuning(block, pieces, 4, stages)  # each streams through its share
+    return Tuning(block, pieces, 4, min(stages, SHARED // (block * vector)))  # each streams through its share
