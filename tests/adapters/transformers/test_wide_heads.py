@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from transformers import PreTrainedModel
 
 import longreach
 from longreach import MAC, Kascade, Quest, StreamingLLM, attach
+from longreach.adapters.transformers import shape_of
 from longreach.testing.tiny import random_tokens, tiny_model
 from tests.adapters.transformers.reference import Generated, generate
+from tests.methods.kascade.planned import planned
 
 PLACE = "cuda"
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}  # 576 channels a token
@@ -70,13 +73,12 @@ def test_methods(name: str, method: str) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_kascade(name: str) -> None:
-    """Its plan is made once, then read by both: tiles of the prompt, anchors and the layers after them."""
-    model = model_of(name)
-    with attach(model, impl="reference", loop="plain", decode="kascade k=0.1 min_keys=16") as session:
-        generate(model, random_tokens(1, 2200).to(PLACE), steps=2)
-        (plan,) = session.report().plans
-    chosen = Kascade(plan=plan.file, k=0.2, min_keys=64)
+def test_kascade(name: str, tmp_path: Path) -> None:
+    """Tiles of the prompt, an anchor, and layers that take its keys."""
+    shape = shape_of(model_of(name))
+    full = tuple(n for n in range(shape.layers) if shape.heads_of(n)[1] == shape.head_dim)
+    plan = planned(tmp_path, full[:1], tile=128, layers=full, model=shape)
+    chosen = Kascade(plan, k=0.2, min_keys=64)
     answers(name, random_tokens(1, PROMPT, seed=3), prefill=chosen, decode=chosen)
 
 
