@@ -33,8 +33,9 @@ class Inputs:
         self.copies = copies_needed(bytes_needed(case), device)
         if case.stack:  # layers that share a choice of keys read the same share of theirs one after the other
             self.copies = max(2, copies_needed(int(bytes_needed(case) * case.stack.share), device))
-        if case.stack and case.prefill:  # queries and results of a prompt leave nothing in the L2
-            self.copies = 2
+        if case.stack and case.prefill:  # queries and results of a long prompt leave nothing in the L2
+            moved = 2 * case.shape.batch * case.shape.rows * case.shape.heads * case.shape.dim * self.dtype.itemsize
+            self.copies = min(2, copies_needed(moved, device))
         if case.reuse or case.sampling:
             self.copies = copies_needed(least_read(case), device)
         shape = self.shape
