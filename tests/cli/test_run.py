@@ -90,6 +90,13 @@ def test_what_a_method_reads_of_the_prompt_is_named(longreach: Any, tiny: Path, 
     )
 
 
+def test_a_phase_that_a_method_left_dense_says_why(longreach: Any, tiny: Path, document: Path) -> None:
+    both = "--prefill", "kascade", "--decode", "kascade"
+    said = " ".join(longreach(*asked(tiny, document, QUESTIONS[0]), *both).err.split())
+    assert "in prefill (kascade, dense: no kascade plan yet: it is calibrated on this prompt" in said
+    assert "in decode (kascade, dense: no kascade plan: the prompt has " in said
+
+
 def test_a_chat_template_is_used_and_shared_exactly(longreach: Any, tiny_chat: Path, document: Path) -> None:
     found = json.loads(longreach(*asked(tiny_chat, document, *QUESTIONS), "--json").out)
     tokenizer = AutoTokenizer.from_pretrained(tiny_chat)

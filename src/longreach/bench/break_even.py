@@ -45,7 +45,8 @@ class Compared(NamedTuple):
 
 def break_even(found: Sequence[Compared]) -> int:
     """The least context from which Kascade is faster at every longer one measured; one token more than the longest if
-    it is faster at none, 0 if it is faster at all. found: ascending contexts, at least one."""
+    it is slower there, as nothing is known of longer ones; 0 if it is faster at all. found: ascending contexts, one or
+    more."""
     slow = [n for n, one in enumerate(found) if one.kascade >= one.dense]
     if not slow:
         return 0

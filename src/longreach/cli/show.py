@@ -184,9 +184,19 @@ def show_shares(report: Any, methods: dict[str, str]) -> str:
     observed = {name for layer in report.layers if layer.phase == "prefill" for name in layer.method.split("+")[1:]}
     readers = ["a plan" if name == "plan" else name for name in sorted(observed)]
     also = f", and what {' and '.join(readers)} needs of the prompt" if readers else ""
-    named = {phase: name + (also if phase == "prefill" else "") for phase, name in methods.items()}
+    named = {
+        phase: name + _all_dense(report, phase) + (also if phase == "prefill" else "")
+        for phase, name in methods.items()
+    }
     shares = [f"{percent(x)} in {phase} ({named[phase]})" for phase, x in fractions.items() if x is not None]
     return f"Read {' and '.join(shares)} of the bytes that dense attention reads. " if shares else ""
+
+
+def _all_dense(report: Any, phase: str) -> str:
+    """Why a phase attended densely, if all its layers did, for the same reasons."""
+    found = {" ".join(layer.dense_notes) for layer in report.layers if layer.phase == phase}
+    note = found.pop() if len(found) == 1 else ""
+    return f", {note}" if note.startswith("dense: ") else ""
 
 
 def show_memory(out: Console, found: Iterable[MemoryUse | None]) -> None:

@@ -117,7 +117,10 @@ def _words(tokens: int, found: list[Compared]) -> str:
     if not tokens:
         return f"Kascade is faster at {found[0].context} tokens and more; dense attention is never taken for its speed"
     if tokens > found[-1].context:
-        return f"Kascade is not faster at {found[-1].context} tokens; dense attention below {tokens} tokens"
+        return (
+            f"Kascade is not faster at {found[-1].context} tokens; dense attention below {tokens} tokens; "
+            f"longer contexts are not known, measure them with --contexts"
+        )
     return f"Kascade is faster from {tokens} tokens on; dense attention below"
 
 

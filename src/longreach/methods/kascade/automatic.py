@@ -83,9 +83,8 @@ class KascadeMaker(PlanMaker):
         enough, least = result.plan(None, self.k, self.tile, EASY).anchors, fewest_anchors(len(layers))
         if len(enough) < least:
             raise InvalidInput(
-                f"this prompt does not show which layers must choose keys themselves: the keys that {len(enough)} of "
-                f"{len(layers)} layers chose hold {EASY:.0%} of the best weight of every layer, where {least} or more "
-                f"layers are expected to be needed; the next prompt is tried"
+                f"this prompt is too easy to plan by: anchors in {len(enough)} of {len(layers)} layers find {EASY:.0%} "
+                f"of the best weight, and prompts that ask for more need {least} or more; the next prompt is tried"
             )
         options = {"k": self.k, "tile": self.tile, "tiles": self.tiles, "every": self.every, "served": self.served}
         return PlanParts(
