@@ -67,7 +67,9 @@ def test_a_prompt_that_asks_for_too_little_is_refused() -> None:
     same = replace(
         given, calls={n: replace(call, rows=given.calls[0].rows, kv=given.views[0]) for n, call in given.calls.items()}
     )
-    with pytest.raises(InvalidInput, match=r"too easy to plan by: anchors in 1 of 3 layers find 70% .* need 3 or more"):
+    with pytest.raises(
+        InvalidInput, match=r"too easy to plan by: anchors in 1 of 3 layers find 70% .* needs 3 or more"
+    ):
         MAKER.make(same)
     assert [fewest_anchors(n) for n in (1, 2, 3, 12, 32, 36, 80)] == [1, 2, 3, 3, 5, 5, 11]
 

@@ -84,7 +84,7 @@ class KascadeMaker(PlanMaker):
         if len(enough) < least:
             raise InvalidInput(
                 f"this prompt is too easy to plan by: anchors in {len(enough)} of {len(layers)} layers find {EASY:.0%} "
-                f"of the best weight, and prompts that ask for more need {least} or more; the next prompt is tried"
+                f"of the best weight, where a plan needs {least} or more; the next prompt is tried"
             )
         options = {"k": self.k, "tile": self.tile, "tiles": self.tiles, "every": self.every, "served": self.served}
         return PlanParts(

@@ -335,9 +335,9 @@ class Kascade(AttentionMethod):
 
 def _sampling_notes(call: LayerCall, rows: int, keys: int) -> Notes | None:
     """For the report: which rows of a tile were scored, and which keys the lse was estimated from."""
-    said = [f"tiles scored by every {rows}th row"] * (rows > 1) + [f"lse from every {keys}th key"] * (keys > 1)
-    if not said:
+    notes = [f"tiles scored by every {rows}th row"] * (rows > 1) + [f"lse from every {keys}th key"] * (keys > 1)
+    if not notes:
         return None
-    note = {"note": "; ".join(said), "score_every": rows, "lse_every": keys}
+    note = {"note": "; ".join(notes), "score_every": rows, "lse_every": keys}
     none = call.rows.pos[:, None, None]
     return Notes((none,), lambda x: torch.zeros_like(x, dtype=torch.float64), lambda sums, rows: note)
