@@ -81,6 +81,22 @@ def test_sequences_of_any_size(sizes: list[int], dtype: torch.dtype, dim: int, c
     follows(Case(torch.randn(len(seq), 2, dim).to(dtype), torch.tensor([0.3, 0.97]), seq, pos, carry))
 
 
+@pytest.mark.parametrize("rate", [0.5, 0.99])
+def test_the_gradient_of_a_decay_where_rows_have_an_offset(rate: float) -> None:
+    """As keys with a bias have: rows and means are large, their difference is not."""
+    draw, rows = torch.Generator().manual_seed(2), 300
+    offset = 100 * torch.randn(64, generator=draw)
+    x, carry = (
+        offset + torch.randn(rows, 1, 64, generator=draw),
+        ScanCarry(offset.view(1, 1, 64), torch.tensor([[3.0]])),
+    )
+    seq, pos = torch.zeros(rows, dtype=torch.int64), torch.arange(1, rows + 1)
+    some = Case(x.to(HALF), torch.tensor([rate]), seq, pos, carry)
+    want = run(wide(some), "reference")[-1]
+    errors = [float((run(some, impl)[-1].double() - want).abs()) for impl in ("triton", "reference")]
+    assert errors[0] <= 2 * errors[1] + 2.0**-20 * 100 * rows
+
+
 def test_channels_of_several_programs() -> None:
     agrees(case(dim=2 * triton.BLOCK // 4 + 8))
 

@@ -86,12 +86,14 @@ class _Scan(torch.autograd.Function):
         table = x.new_empty(heads, 4, chunk + 1, dtype=torch.float32)
         runs = Runs(*(seq.new_empty(rows, dtype=torch.int32) for _ in range(4)))
         ended = carry[0].clone(), carry[1].clone()
+        learnt = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
+        pieces = x.new_empty(triton.cdiv(rows, PIECE) if learnt else 0, *x.shape[1:], dtype=torch.float32)
         if rows:
             with torch.cuda.device_of(x):
                 kernels.powers[(heads,)](rate.contiguous(), table, C=chunk, num_warps=8)
                 kernels.runs[(triton.cdiv(rows, chunk),)](seq, pos, *runs, rows, mean.shape[0], C=chunk)
-                _forward(x, table, runs, carry, y, weights, ended)
-        ctx.save_for_backward(x, rate, *carry, y, *weights, table, *runs)
+                _forward(x, table, runs, carry, y, weights, pieces, ended)
+        ctx.save_for_backward(x, rate, *carry, pieces, *weights, table, *runs)
         ctx.set_materialize_grads(False)
         return y, *ended
 
@@ -100,15 +102,15 @@ class _Scan(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, d_mean: Tensor | None, d_weight: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, rate, mean, weight, y, w, v, table, *described = ctx.saved_tensors
+        x, rate, mean, weight, pieces, w, v, table, *described = ctx.saved_tensors
         runs, needs = Runs(*described), ctx.needs_input_grad
         learnt = needs[1] or needs[3]
-        dy = torch.zeros_like(y) if dy is None else dy.contiguous()
-        dx, d_carry, d_start = torch.empty_like(y), torch.zeros_like(mean), torch.zeros_like(weight)
+        dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy.contiguous()
+        dx, d_carry, d_start = torch.empty_like(dy), torch.zeros_like(mean), torch.zeros_like(weight)
         parts = w.new_zeros(triton.cdiv(x.shape[2], _channels(x)), *w.shape)  # of the gradient of each row's W
         if x.shape[0]:
             with torch.cuda.device_of(x):
-                _backward(dy, d_mean, x, y, w, table, runs, (mean, weight), learnt, (dx, d_carry, parts))
+                _backward(dy, d_mean, x, pieces, w, table, runs, (mean, weight), learnt, (dx, d_carry, parts))
         dw = parts[0] if parts.shape[0] == 1 else parts.sum(0)
         sequences = mean.shape[0]
         if d_mean is not None or d_weight is not None:
@@ -139,9 +141,9 @@ def _of_carried(dw: Tensor, rate: Tensor, source: Tensor, sequences: int) -> Ten
 
 def _forward(
     x: Tensor, table: Tensor, runs: Runs, carry: tuple[Tensor, Tensor], y: Tensor, weights: list[Tensor],
-    ended: tuple[Tensor, Tensor],
+    pieces: Tensor, ended: tuple[Tensor, Tensor],
 ) -> None:  # fmt: skip
-    """Fill y, weights (W and its derivative) and the state after the last rows."""
+    """Fill y, weights (W and its derivative), the state before pieces, if there is room, and after the last rows."""
     rows, heads, _ = x.shape
     form, chunks, blocks = _form(x)
     begins = carry  # not read by a single chunk
@@ -151,12 +153,13 @@ def _forward(
         kernels.ends[(heads, blocks, chunks - 1)](*given, runs.first, carry, effects, heads, _chunk(x), **form)
         _chain(effects, begins, back=False)
     kernels.means[(heads, blocks, chunks if chunks > 1 else rows)](
-        *given, *runs[1:], carry, begins, y, tuple(weights), ended, rows, heads, _chunk(x), BEGUN=chunks > 1, **form
-    )
+        *given, *runs[1:], carry, begins, y, tuple(weights), pieces, ended, rows, heads, _chunk(x), BEGUN=chunks > 1,
+        KEEP=pieces.numel() > 0, **form,
+    )  # fmt: skip
 
 
 def _backward(
-    dy: Tensor, d_mean: Tensor | None, x: Tensor, y: Tensor, w: Tensor, table: Tensor, runs: Runs,
+    dy: Tensor, d_mean: Tensor | None, x: Tensor, pieces: Tensor, w: Tensor, table: Tensor, runs: Runs,
     carry: tuple[Tensor, Tensor], learnt: bool, found: tuple[Tensor, Tensor, Tensor],
 ) -> None:  # fmt: skip
     """Fill the gradients of x, of the carry's mean and (if `learnt`) of each row's W."""
@@ -171,8 +174,8 @@ def _backward(
         )
         _chain(effects, begins, back=True)
     kernels.gradients[(heads, blocks, chunks if chunks > 1 else rows)](
-        dy, ended, x, *x.stride()[:2], y, w, table, *runs, carry, begins, *found, rows, heads, _chunk(x),
-        BEGUN=chunks > 1, ENDED=d_mean is not None, LEARNT=learnt, **form,
+        dy, ended, x, *x.stride()[:2], pieces, w, table, *runs, carry, begins, *found, rows, heads, _chunk(x),
+        BEGUN=chunks > 1, ENDED=d_mean is not None, LEARNT=learnt, **(form | {"num_warps": 4}),
     )  # fmt: skip
 
 

@@ -271,11 +271,13 @@ def chain(effects, begins, chunks, heads, BACK: tl.constexpr, D: tl.constexpr, B
 
 @triton.jit
 def means(
-    x, row_stride, head_stride, table, source, last, first, stop, carry, begins, y, weights, ended, rows, heads, C,
-    BEGUN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
+    x, row_stride, head_stride, table, source, last, first, stop, carry, begins, y, weights, pieces, ended, rows, heads,
+    C, BEGUN: tl.constexpr, KEEP: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """y [R, G, D], weights (W, V) [G, R] and the state (mean [B, G, D], weight [B, G]) after last rows.
 
+    KEEP: also S before each piece that continues a run, pieces fp32 [ceil(R / T), G, D], at the piece's first row / T.
+    T rows hold the beginning of one such piece at most.
     BEGUN: a program for each chunk, from its state in `begins`. Else there is one chunk, and a program for each row:
     it computes the run that begins there, if one does.
     """
@@ -311,6 +313,9 @@ def means(
             s, w = _carried(carry, kind, g, heads, d, some, D)
             v = 0.0
         row = at.to(tl.int64) * heads + g
+        if KEEP:
+            if kind == GOES_ON:
+                tl.store(pieces + ((at // T).to(tl.int64) * heads + g) * D + d, s, mask=some)
         real = (kind != PADDING).to(tl.float32)
         sums = _times(lower, tile) + reach[:, None] * s[None, :]
         ws = real * (total + reach * w)
@@ -373,14 +378,15 @@ def _given(d_ended, b, w, n, g, heads, d, some, D: tl.constexpr):
 
 @triton.jit
 def gradients(
-    dy, d_ended, x, row_stride, head_stride, y, w_of, table, source, last, first, stop, carry, begins, dx, d_carry,
+    dy, d_ended, x, row_stride, head_stride, pieces, w_of, table, source, last, first, stop, carry, begins, dx, d_carry,
     dw_of, rows, heads, C, BEGUN: tl.constexpr, ENDED: tl.constexpr, LEARNT: tl.constexpr,
     D: tl.constexpr, BD: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x [R, G, D], of the carry's mean [B, G, D] and, if LEARNT, of each row's W [D / BD, G, R], in parts
-    that are to be added. Programs as those of `means`, from the last row to the first.
+    that are to be added. Programs and pieces as those of `means`, from the last piece to the first.
 
-    With A_t the gradient of S_t: dx_t = A_t and dW_t = -A_t (x_t - y_(t-1)) / W_t; y_(t-1) does not depend on W_t.
+    With A_t the gradient of S_t: dx_t = A_t and dW_t = -A_t (x_t - y_(t-1)) / W_t; y_(t-1) does not depend on W_t. It
+    is computed again from S before the piece: y as stored has the precision of x, too little where x has an offset.
     """
     g = tl.program_id(0)
     i = tl.arange(0, T)
@@ -389,6 +395,8 @@ def gradients(
     dw = dw_of + (tl.program_id(1).to(tl.int64) * heads + g) * rows
     ahead = i[None, :] - i[:, None]
     upper = tl.load(of + ahead, mask=ahead >= 0, other=0.0)
+    earlier = tl.load(of - 1 - ahead, mask=ahead < 0, other=0.0)  # rate^(i-1-j), of S before row i
+    faded = tl.load(of + i)
     a = tl.zeros((BD,), tl.float32)
     if BEGUN:
         chunk = tl.program_id(2)
@@ -401,7 +409,8 @@ def gradients(
         base, end = 0, tl.program_id(2) + 1
         start = tl.where(tl.load(stop + end - 1) == end - 1, tl.load(first + end - 1), end)
     while end > start:
-        at = tl.maximum(base + tl.maximum(tl.load(first + end - 1), 0), end - T)
+        at = base + tl.maximum(tl.load(first + end - 1), 0)
+        at += (end - 1 - at) // T * T
         size = end - at
         kind = tl.load(source + at)
         on = (tl.load(stop + end - 1) > end - 1 - base).to(tl.int32)  # the run goes on after this piece
@@ -418,15 +427,19 @@ def gradients(
         real = there & (kind != PADDING)
         from_x = x + at.to(tl.int64) * row_stride + g.to(tl.int64) * head_stride
         if LEARNT:  # read early: all loads of a piece are under way together
-            follows = real & ((i > 0) | (kind == GOES_ON))[:, None]
-            own = tl.load(from_x + i[:, None] * row_stride + d[None, :], mask=follows, other=0.0).to(tl.float32)
-            before = tl.load(y + (row - heads) * D + cells, mask=follows, other=0.0).to(tl.float32)
+            follows = here & ((i > 0) | (kind == GOES_ON)) & (kind != PADDING)
+            own = tl.load(from_x + i[:, None] * row_stride + d[None, :], mask=real, other=0.0)
+            held = pieces + ((at // T).to(tl.int64) * heads + g) * D + d
+            s = tl.load(held, mask=some & (kind == GOES_ON), other=0.0)
+            if kind >= CARRIED:
+                s, _ = _carried(carry, kind, g, heads, d, some, D)
         grads = _times(upper * inverse[None, :], tl.load(dy + row * D + cells, mask=real, other=0.0))
         grads += part[:, None] * a[None, :]
         tl.store(dx + row * D + cells, grads.to(dx.dtype.element_ty), mask=there)
         a = tl.sum(tl.where(i[:, None] == 0, grads, 0.0), 0)
         if LEARNT:
-            moved = tl.sum(grads * (own - before), 1)
+            before = _inverse(w + at - 1, i, follows)[:, None] * (_times(earlier, own) + faded[:, None] * s[None, :])
+            moved = tl.sum(grads * tl.where(follows[:, None], own.to(tl.float32) - before, 0.0), 1)
             tl.store(dw + at + i, -moved * inverse, mask=here & ((i > 0) | (kind < CARRIED)))
         if kind >= CARRIED:
             mean0, w0 = _carried_mean(carry, kind, g, heads, d, some, D)
