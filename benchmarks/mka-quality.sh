@@ -66,7 +66,7 @@ for name in "${@:-${ORDER[@]}}"; do
   case $name in
     block-drawn | *-long) ;; # before healing they are block-bounds
     gqa* | mqa | mla | block*) measure "$folder" "$name" ;;
-    *) ;; # before healing they are the original, bit for bit
+    *) ;; # before healing they are the original, bit for bit or up to rounding
   esac
   if [ ! -s "$folder-healed/config.json" ]; then
     resume=() draw=()

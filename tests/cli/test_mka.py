@@ -64,7 +64,9 @@ def test_convert_writes_a_model_that_equals_the_original(
     assert list(levels_of(model)) == [1] and tokenizer("a").input_ids
     again = longreach("mka", "convert", tiny, "fastmka", "--out", out, *measured)
     refused(again, "exists and is not an empty folder")
-    refused(longreach("mka", "convert", out, "fastmka", "--out", tmp_path / "twice", *measured), "revert it first")
+    twice = longreach("mka", "convert", out, "fastmka", "--out", tmp_path / "twice", *measured)
+    refused(twice, "revert it first")
+    assert "reading with the original" not in twice.err, "refused before the model reads"
 
 
 def test_mka_equals_the_original_and_block_mka_where_it_covers_the_context(

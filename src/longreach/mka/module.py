@@ -24,7 +24,7 @@ from longreach.mka.tokens import Tokens
 from longreach.ops.attend import attend
 from longreach.ops.rope import RotaryFrequencies, angles, rotate
 from longreach.ops.selection import Span, Spans, absolute, relative
-from longreach.ops.types import KVView, Partial, Rows, accumulator, require
+from longreach.ops.types import KVView, Partial, Rows, accumulator, describe, require
 
 KINDS = (*VARIANTS, *BASELINES)
 
@@ -123,8 +123,11 @@ class Attention(nn.Module):
         mask: [B, T], 0 for padding, whose outputs are 0. position_ids: int [1 or B, T], by which tokens are rotated;
         positions that restart at 0 begin another document. state: continues sequences of one length, unpadded and
         unpacked.
-        Raises InvalidInput for a mask or position ids together with a state, and for a state of other sizes.
+        Raises InvalidInput for x of another shape, a mask or position ids together with a state, and a state of other
+        sizes.
         """
+        ok = x.ndim == 3 and x.shape[1] > 0 and x.shape[2] == self.shape.width
+        require(ok, lambda: f"x: expected [B, T >= 1, width={self.shape.width}], got {describe(x)}")
         require(
             state is None or (mask is None and position_ids is None),
             "state: continues unpadded sequences of one length; leave out mask and position_ids",

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     options = parsed(args.names)
-    change = conversion(args.variant, options, args.layers)
+    check, change = conversion(args.variant, options, args.layers)
     from longreach.train.mka.checkpoint import check_free
 
     check_free(args.out)
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         dtype = stored_dtype(args.model)
         model, tokenizer = load(args.model, device=str(device_of(args.device)))
         about = {"original": model_info(model, args.model), **environment(model.device)}
+    check(model)  # before the model reads anything
     prompts = prompts_of(args, model, tokenizer)
     batches = batches_of(prompts.prompts)
     with progress("reading with the original", prompts.tokens) as advance:
@@ -80,8 +81,13 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def conversion(variant: str, options: dict[str, Any], layers: tuple[int, ...] | None) -> Callable[[Any], Any]:
-    """Converts a model in place. Raises UnknownName and InvalidInput for options that are wrong for any model."""
+def conversion(
+    variant: str, options: dict[str, Any], layers: tuple[int, ...] | None
+) -> tuple[Callable[[Any], None], Callable[[Any], Any]]:
+    """Two functions of a model: one checks that it can be converted, the other converts it in place.
+
+    Raises UnknownName and InvalidInput for options that are wrong for any model.
+    """
     from longreach.mka.baselines import BASELINES
     from longreach.mka.config import VARIANTS, MKAConfig
 
@@ -99,7 +105,10 @@ def conversion(variant: str, options: dict[str, Any], layers: tuple[int, ...] | 
                 raise UnknownName(f"option of {variant}", name, known)
         if layers is not None:
             raise InvalidInput(f"--layers: {variant} replaces the attention of all layers; leave it out")
-    return lambda model: import_module(ADAPTER).convert(model, variant, **chosen)
+    return (
+        lambda model: import_module(ADAPTER).check_convert(model, variant, **chosen),
+        lambda model: import_module(ADAPTER).convert(model, variant, **chosen),
+    )
 
 
 def parsed(settings: list[str]) -> dict[str, Any]:

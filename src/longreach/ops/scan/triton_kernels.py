@@ -12,6 +12,8 @@ to the first: `ends_back`, `chain`, `gradients`. Rows of one chunk need only the
 
 Bytes, in sizes of x: forward 2 reads + 1 write; backward reads dy twice, x and y once, and writes dx. `ends` and
 `ends_back` stop where rate^age is below 2^-40, beneath fp32's precision: a half-life of h tokens needs 40 h rows.
+That supposes rows of similar size: one that is 2^16 times as large as those after it loses digits there. A NaN further
+back than that stays in its own chunk.
 
 `few` is a kernel for few rows without gradients, such as those of a decode step: it needs no table and no description.
 

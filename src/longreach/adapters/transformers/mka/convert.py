@@ -31,7 +31,8 @@ def convert(
     """Give a pretrained model MKA's layers, in place; the same object is returned.
 
     variant: "fastmka", "mka" or "block_mka". layers: those to convert, None for all. gate: first value of every gate;
-    at 0, "fastmka" and "mka" compute bit for bit what the model computed before. options: fields of `MKAConfig`.
+    at 0, "fastmka" and "mka" compute bit for bit what the model computed before (mode="gated" up to rounding). options:
+    fields of `MKAConfig`.
     Or a baseline, in all layers: "mha" (KV heads repeated, the same function up to rounding), "gqa" with kv_heads
     (repeated or averaged), "mqa" (all averaged), "mla" with rank and rotated (see `MLAConfig`).
 
@@ -48,17 +49,34 @@ def convert(
         require(layers is None and gate == 0.0, lambda: f"layers, gate: {variant} replaces attention in all layers")
         _family_of(model)
         return convert_baseline(model, variant, **options)
-    found = _family_of(model)
-    chosen = dict(options) if layers is None else {**options, "layers": _ascending(layers)}
-    config = MKAConfig.make(variant, **chosen)
+    found, config = _checked(model, variant, layers, options)
     ok = isinstance(gate, (int, float)) and not isinstance(gate, bool) and math.isfinite(gate)
     require(ok, lambda: f"gate: expected a finite number, got {gate!r}")
-    check_options(model, config)
-    _check_layers(model, config)
     made = levels_for(model, config, float(gate))
     _become(model, found.model, found.config, config)
     install(model, made)
     return model
+
+
+def check_convert(
+    model: PreTrainedModel, variant: str, *, layers: Sequence[int] | None = None, **options: Any
+) -> None:  # fmt: skip
+    """Raise what `convert` raises about the model and the variant's options. Sizes of a baseline are not checked."""
+    if variant in BASELINES:
+        _family_of(model)
+    else:
+        _checked(model, variant, layers, options)
+
+
+def _checked(
+    model: PreTrainedModel, variant: str, layers: Sequence[int] | None, options: dict[str, Any]
+) -> tuple[Family, MKAConfig]:
+    found = _family_of(model)
+    chosen = dict(options) if layers is None else {**options, "layers": _ascending(layers)}
+    config = MKAConfig.make(variant, **chosen)
+    check_options(model, config)
+    _check_layers(model, config)
+    return found, config
 
 
 def revert(model: PreTrainedModel) -> PreTrainedModel:
