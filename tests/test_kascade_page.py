@@ -130,6 +130,15 @@ def test_options_of_the_prompt() -> None:
     assert f"`cwe` falls by {100 * (cwe[BOTH]['score'] - cwe['kascade/dense']['score']):.0f} points" in words
 
 
+def test_prose_after_a_sparse_prompt() -> None:
+    found, words = record("mini-kascade-both-perplexity-4096")["results"], " ".join(PAGE.split())
+    names = "dense", BOTH, f"{BOTH} prefill.k=0.2 prefill.sinks=4 prefill.recent=64"
+    read = [f"{found[name]['prefill']['perplexity']:.2f}" for name in names]
+    assert "what is read from {} to {}, with `k=0.2 sinks=4 recent=64` to {}".format(*read) in words
+    lost = [found[name]["decode"]["nll"] - found["dense"]["decode"]["nll"] for name in (*names[1:], "kascade")]
+    assert "{:.3f} and {:.3f} nats a token, against {:.3f}".format(*lost) in words
+
+
 def times(group: str, case: str) -> dict[str, float]:
     """Milliseconds by entry, of FlashAttention-3 its best."""
     found = {e["name"]: e["microseconds"]["median"] / 1e3 for e in record(group)["cases"][case]["entries"]}
