@@ -252,3 +252,10 @@ def test_a_state_of_other_sizes_is_refused(kind: str) -> None:
     with pytest.raises(InvalidInput, match=r"3 KV heads and 8 channels a head, got 2, \d and 16; give each"):
         other(inputs(2, 5), state=state)
     assert state.length == 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 3, WIDTH + 1), (3, WIDTH), (1, 0, WIDTH)])
+def test_input_of_another_shape_is_refused_by_its_name(kind: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidInput, match=rf"x: expected \[B, T >= 1, width={WIDTH}\], got"):
+        attention(kind, SHAPE)(torch.zeros(shape))

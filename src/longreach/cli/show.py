@@ -158,8 +158,12 @@ def duration(seconds: float | None) -> str:
 
 def after_first_token(seconds: float | None, setup: float) -> str:
     """The end of a sentence about the first token: the time of a later one if one was timed, and of the setup."""
-    each = "" if seconds is None else f", then {duration(seconds)} a token"
-    return f"{each}." + (f" Setting up the decode step took {duration(setup)}." if setup else "")
+    text = "."
+    if seconds is not None:
+        text = f", then {duration(seconds)} a token."
+    if setup:
+        text += f" Setting up the decode step took {duration(setup)}."
+    return text
 
 
 def size(number: int) -> str:

@@ -119,7 +119,7 @@ def _words(tokens: int, found: list[Compared]) -> str:
     if tokens > found[-1].context:
         return (
             f"Kascade is not faster at {found[-1].context} tokens; dense attention below {tokens} tokens; "
-            f"longer contexts are not known, measure them with --contexts"
+            f"longer contexts were not measured; --contexts measures them"
         )
     return f"Kascade is faster from {tokens} tokens on; dense attention below"
 

@@ -105,7 +105,9 @@ class _Scan(torch.autograd.Function):
         x, rate, mean, weight, pieces, w, v, table, *described = ctx.saved_tensors
         runs, needs = Runs(*described), ctx.needs_input_grad
         learnt = needs[1] or needs[3]
-        dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device) if dy is None else dy.contiguous()
+        if dy is None:  # y was not used
+            dy = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+        dy = dy.contiguous()
         dx, d_carry, d_start = torch.empty_like(dy), torch.zeros_like(mean), torch.zeros_like(weight)
         parts = w.new_zeros(triton.cdiv(x.shape[2], _channels(x)), *w.shape)  # of the gradient of each row's W
         if x.shape[0]:
@@ -175,7 +177,7 @@ def _backward(
         _chain(effects, begins, back=True)
     kernels.gradients[(heads, blocks, chunks if chunks > 1 else rows)](
         dy, ended, x, *x.stride()[:2], pieces, w, table, *runs, carry, begins, *found, rows, heads, _chunk(x),
-        BEGUN=chunks > 1, ENDED=d_mean is not None, LEARNT=learnt, **(form | {"num_warps": 4}),
+        BEGUN=chunks > 1, ENDED=d_mean is not None, LEARNT=learnt, **(form | {"num_warps": 4}),  # with two it spills
     )  # fmt: skip
 
 

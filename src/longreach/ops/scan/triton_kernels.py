@@ -10,7 +10,8 @@ A chunk changes the state before it linearly. So `ends` takes the chunks alone, 
 and `means` computes all rows from the state at the start of their chunk. The backward does the same from the last row
 to the first: `ends_back`, `chain`, `gradients`. Rows of one chunk need only the last step, with a program for each run.
 
-Bytes, in sizes of x: forward 2 reads + 1 write; backward reads dy twice, x and y once, and writes dx. `ends` and
+Bytes, in sizes of x: forward 2 reads + 1 write; backward reads dy twice and x once, and writes dx. For the
+gradient of the decay the forward also writes an fp32 state for each piece, and the backward reads it. `ends` and
 `ends_back` stop where rate^age is below 2^-40, beneath fp32's precision: a half-life of h tokens needs 40 h rows.
 That supposes rows of similar size: one that is 2^16 times as large as those after it loses digits there. A NaN further
 back than that stays in its own chunk.

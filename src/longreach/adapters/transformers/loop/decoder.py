@@ -71,7 +71,9 @@ class Decoder:
     @property
     def set_up(self) -> bool:
         """Whether code is loaded and compiled, and the step captured if it is to be: later steps repeat it."""
-        return self.warm > 0 if self.capture is None else self.graph is not None
+        if self.capture is None:
+            return self.warm > 0
+        return self.graph is not None
 
     @contextlib.contextmanager
     def run(self, ends: Ends, room: int) -> Iterator[None]:

@@ -164,7 +164,8 @@ class DecodeRun:
     @property
     def _setting_up(self) -> bool:
         """Whether the next step is part of the setup. It takes long, so earlier tokens are read first."""
-        return self._decoder is None or not self._decoder.set_up
+        decoder_ready = self._decoder is not None and self._decoder.set_up
+        return not decoder_ready
 
     def _step(self, decoder: Decoder) -> None:
         setup = self._setting_up

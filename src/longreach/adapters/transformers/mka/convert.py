@@ -49,7 +49,7 @@ def convert(
         require(layers is None and gate == 0.0, lambda: f"layers, gate: {variant} replaces attention in all layers")
         _family_of(model)
         return convert_baseline(model, variant, **options)
-    found, config = _checked(model, variant, layers, options)
+    found, config = _family_and_config(model, variant, layers, options)
     ok = isinstance(gate, (int, float)) and not isinstance(gate, bool) and math.isfinite(gate)
     require(ok, lambda: f"gate: expected a finite number, got {gate!r}")
     made = levels_for(model, config, float(gate))
@@ -58,22 +58,22 @@ def convert(
     return model
 
 
-def check_convert(
-    model: PreTrainedModel, variant: str, *, layers: Sequence[int] | None = None, **options: Any
-) -> None:  # fmt: skip
+def check_convert(model: PreTrainedModel, variant: str, *, layers: Sequence[int] | None = None, **options: Any) -> None:
     """Raise what `convert` raises about the model and the variant's options. Sizes of a baseline are not checked."""
     if variant in BASELINES:
         _family_of(model)
     else:
-        _checked(model, variant, layers, options)
+        _family_and_config(model, variant, layers, options)
 
 
-def _checked(
+def _family_and_config(
     model: PreTrainedModel, variant: str, layers: Sequence[int] | None, options: dict[str, Any]
 ) -> tuple[Family, MKAConfig]:
+    """The model's family and the variant's config, after a check that they fit. Raises as `convert`."""
     found = _family_of(model)
-    chosen = dict(options) if layers is None else {**options, "layers": _ascending(layers)}
-    config = MKAConfig.make(variant, **chosen)
+    if layers is not None:
+        options = {**options, "layers": _ascending(layers)}
+    config = MKAConfig.make(variant, **options)
     check_options(model, config)
     _check_layers(model, config)
     return found, config
