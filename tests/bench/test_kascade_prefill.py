@@ -20,6 +20,7 @@ from longreach.ops import Partial
 CPU = torch.device("cpu")
 WITHOUT = "flashinfer", "flash_attention_3"
 EXACT, SAMPLED = "kascade-prefill-128k-10pct", "kascade-prefill-sampled-128k-10pct"
+KINDS_ALONE = "kascade-prefill-512k-10pct"
 
 
 def run(name: str, **changes: Any) -> dict[str, Any]:
@@ -28,7 +29,7 @@ def run(name: str, **changes: Any) -> dict[str, Any]:
 
 def test_cases_and_targets() -> None:
     cases = {name: case for name, case in CASES.items() if case.group == KASCADE_PREFILL}
-    assert len(cases) == 20 and all(case.shape.rows == case.shape.context for case in cases.values())
+    assert len(cases) == 21 and all(case.shape.rows == case.shape.context for case in cases.values())
     bounds = {name: [(t.quantity, t.over, t.bound) for t in case.targets] for name, case in cases.items()}
     over = "speed over", "flash_attention_3"
     assert bounds[EXACT] == [(*over, 2.3)]
@@ -50,6 +51,16 @@ def test_a_case_runs_beside_dense_attention(name: str) -> None:
         assert result["targets"][1]["got"] == result["mass_of_chosen"] <= 1.0
     else:
         assert result["mass_of_chosen"] > 0.9999 and result["scored_by"] == "every row of a tile, exact log-sums"
+
+
+def test_a_stack_that_is_not_captured_is_the_mean_of_its_kinds() -> None:
+    assert [name for name, case in CASES.items() if case.stack and not case.stack.captured] == [KINDS_ALONE]
+    result = run(KINDS_ALONE)
+    found = {entry["name"]: entry["microseconds"]["replays"] for entry in result["entries"]}
+    assert list(found) == ["kascade", "layer 0", "anchor", "reuse layer", "torch SDPA math"]
+    of_four = [sum(us) / 4 for us in zip(*(found[n] for n in ("layer 0", "anchor", "reuse layer", "reuse layer")))]
+    assert found["kascade"] == pytest.approx(of_four, rel=1e-6)
+    assert result["timing"]["how"].endswith("kinds of layers by number")
 
 
 def test_wrong_results_have_no_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 A layer's scores, choice, head map and attention lie within what is timed; the tables of tiles, which a pass makes once
 for all of its layers, do not. Time is that of a layer, the mean over all. Beside it stand the kinds of layers, and the
-passes of an anchor: log-sums, scores, top-k with packing, attention.
+passes of an anchor: log-sums, scores, top-k with packing, attention. A stack that is not captured has only the kinds.
 
 Queries of 128 neighbouring tokens share half of their variance, as a choice for a tile supposes; the rest is noise.
 """
@@ -33,6 +33,7 @@ from longreach.methods.kascade import Kascade
 from longreach.methods.kascade.plan import KascadePlan, tokens_of_tile
 from longreach.methods.kascade.prefill import COLUMNS, PromptTiles, groups_of, scored_rows, scratch_for, tiles_of
 from longreach.ops import Lists, TileLists
+from longreach.records.launches import Launched
 
 Say = Callable[[str], None]
 ALIKE, SHARED = 128, 0.5  # tokens that share a part of their queries, and that part of the variance
@@ -148,11 +149,13 @@ def run_kascade_prefill(
         assert isinstance(method, Kascade)
         layers = PromptLayers(inputs, memory, method, model, plan)
         checked = _checked(layers, memory)
-        calls: dict[str, list[Call]] = {stack.method: [partial(layers.all, copy) for copy in range(inputs.copies)]}
+        calls: dict[str, list[Call]] = {}
+        if stack.captured:
+            calls[stack.method] = [partial(layers.all, copy) for copy in range(inputs.copies)]
         for kind, (layer, anchor) in layers.kinds().items():
             calls[kind] = [layers.ready(layer, anchor, copy) for copy in range(inputs.copies)]
-        parts = layers.passes(0)
-        calls |= {f"anchor: {name}": [call] for name, call in parts.items()}
+        if stack.captured:
+            calls |= {f"anchor: {name}": [call] for name, call in layers.passes(0).items()}
         rivals, tried = list[Competitor](), dict[str, Any]()
         for name in names:
             found, tests = best(name, inputs, say)
@@ -160,6 +163,8 @@ def run_kascade_prefill(
             rivals += found
         replays = min(replays, case.replays or replays)
         times = measure({**calls, **{c.name: c.calls for c in rivals}}, device, replays=replays, warm_up=1)
+        if not stack.captured:
+            times[stack.method] = _of_kinds(times, plan)
         checked = _checked(layers, memory)
         entries = [_ours(stack.method, times[stack.method], stack.layers, case, checked)]
         entries[0]["mass_of_chosen"] = checked["mass_of_chosen"]
@@ -183,6 +188,16 @@ def run_kascade_prefill(
         "entries": entries,
         "targets": judge(case, entries),
     }
+
+
+def _of_kinds(times: dict[str, Timing], plan: KascadePlan) -> Timing:
+    """All layers of a plan, from one of each kind, in each round."""
+    anchors = len(plan.anchors) - 1
+    counts = dict(zip(KINDS, (1, anchors, len(plan.layers) - 1 - anchors), strict=True))
+    rounds = zip(*([count * s for s in times[kind].seconds] for kind, count in counts.items()), strict=True)
+    seen = [times[kind].launched for kind in KINDS]
+    launched = None if None in seen else Launched(tuple(x for one in seen if one is not None for x in one.triton))
+    return Timing.of([sum(each) for each in rounds], 1, f"{times[KINDS[0]].how}; kinds of layers by number", launched)
 
 
 def _correlate(q: Tensor, draw: torch.Generator) -> None:
