@@ -2,10 +2,11 @@
 
 python3 benchmarks/vllm/measure.py CASE ... --out FILE
 
-The model has Llama-3.1-8B's shape and random weights in bf16. Each engine is a process of its own, one after the other,
-with the same options but for the attention backend; a case runs FLASH_ATTN first, then the methods. TPOT is the median
-time of a step in which all requests decode, after 32 such steps. TTFT is the time of one prompt until its first token.
-Batches of one engine share the prompts of smaller ones, whose pages are cached; requests of a batch share no page.
+The model has Llama-3.1-8B's shape and random weights in bf16. Each method has an engine of its own, in a process of its
+own, one after the other, with the same options but for the attention backend; FLASH_ATTN is first. An engine runs all
+cases that name its method. TPOT is the median time of a step in which all requests decode, after 16 such steps; their
+prompts are read before, and found in vLLM's cache. TTFT is the time of one prompt until its first token. Longer prompts
+and larger batches begin with the shorter and smaller ones, whose pages are cached; requests of a batch share no page.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,18 +34,35 @@ CONFIG = {
 ANCHORS = (0, 2, 8, 13, 14)  # Kascade's for Llama-3.1-8B
 K = 1024
 MOST = 32  # requests, where as many run as fit
-NEW = 96  # tokens of an answer: the first 32 are not timed
-# case -> (tokens of a prompt, batches; 0: as many as fit, methods, ranks, least speed over FLASH_ATTN by batch)
-DECODE: dict[str, tuple[int, tuple[int, ...], tuple[str, ...], int, dict[int, float]]] = {
-    "tpot-8k": (8 * K, (1, 4, 0), ("dense", "kascade"), 1, {}),
-    "tpot-128k": (128 * K, (1, 4, 0), ("dense", "kascade", "quest", "streaming_llm"), 1, {1: 1.25, 4: 2.0, 0: 2.5}),
-    "tpot-256k": (256 * K, (1, 4), ("dense", "kascade"), 1, {1: 1.45, 4: 2.2}),
-    "tpot-2gpu": (128 * K, (8,), ("kascade heads=all",), 2, {8: 2.0}),
-}
+FIT = 0  # a batch of as many requests as fit
+NEW, WARM = 80, 16  # tokens of an answer in a step's time, and those of them that are not timed
 PLAIN = "FLASH_ATTN"
 
 
-def model_folder(folder: Path) -> Path:
+@dataclass(frozen=True)
+class Case:
+    """kind: tpot, ttft or load. context: tokens of a prompt. least: speed over FLASH_ATTN that kascade is to reach."""
+
+    kind: str
+    context: int
+    batches: tuple[int, ...] = (1,)
+    methods: tuple[str, ...] = ("dense", "kascade")
+    ranks: int = 1
+    least: dict[int, float] = field(default_factory=dict)
+
+
+CASES = {
+    "ttft": Case("ttft", 32 * K, least={1: 0.98}),
+    "tpot-8k": Case("tpot", 8 * K, (1, 4, FIT)),
+    "tpot-128k": Case("tpot", 128 * K, (1, 4, FIT), ("dense", "kascade", "quest", "streaming_llm"), 1,
+                      {1: 1.25, 4: 2.0, FIT: 2.5}),
+    "tpot-256k": Case("tpot", 256 * K, (1, FIT), least={1: 1.45, FIT: 2.2}),
+    "load": Case("load", 16 * K, (32,), least={32: 1.0}),
+    "tpot-2gpu": Case("tpot", 128 * K, (8,), ("kascade heads=all",), 2, {8: 2.0}),
+}  # fmt: skip
+
+
+def make_model(folder: Path, layers: int) -> None:
     """The model's configuration, and a plan of Kascade for it with a random head map, on which no cost depends."""
     import torch
     from transformers import AutoConfig
@@ -52,40 +71,42 @@ def model_folder(folder: Path) -> Path:
     from longreach.methods.model_config import shape_of_config
     from longreach.plans import Made, Plan, PlannedModel
 
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": layers}))
     shape = shape_of_config(AutoConfig.from_pretrained(folder))
-    draw, own = torch.Generator().manual_seed(0), tuple(range(8))
-    drawn = [tuple(torch.randint(8, (8,), generator=draw).tolist()) for _ in range(32)]
-    maps = tuple(own if n in ANCHORS else drawn[n] for n in range(32))
-    plan = KascadePlan(ANCHORS, maps, tuple(range(32)), k=64, tile=128)
+    draw, heads = torch.Generator().manual_seed(0), shape.kv_heads
+    drawn = [tuple(torch.randint(heads, (heads,), generator=draw).tolist()) for _ in range(layers)]
+    anchors = tuple(n for n in ANCHORS if n < layers)
+    maps = tuple(tuple(range(heads)) if n in anchors else drawn[n] for n in range(layers))
+    plan = KascadePlan(anchors, maps, tuple(range(layers)), k=64, tile=128)
     made = Made("none", "", 0, {}, 0, "", None, "", "", "")
     Plan("kascade", PlannedModel.of("random", shape), plan.values(), made, {}).save(folder / "plan.json")
-    return folder
 
 
-def engine(folder: Path, method: str, *, context: int, batch: int, ranks: int = 1, **options: Any) -> Any:
-    """A vllm.LLM that decodes by FLASH_ATTN or a longreach method."""
+def engine(folder: Path, method: str, cases: list[Case]) -> Any:
+    """A vllm.LLM for all of these cases that decodes by FLASH_ATTN or a longreach method."""
     from vllm import LLM
 
+    batches = [batch or MOST for case in cases for batch in case.batches]
     given: dict[str, Any] = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "max_model_len": context + 2 * K, "max_num_seqs": batch, "gpu_memory_utilization": 0.9,
-        "enable_prefix_caching": True, "max_num_batched_tokens": 8 * K, "tensor_parallel_size": ranks,
-        "attention_backend": PLAIN, "disable_log_stats": False,
+        "max_model_len": max(case.context for case in cases) + 2 * K, "max_num_seqs": max(batches),
+        "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "max_num_batched_tokens": 2 * K,
+        "tensor_parallel_size": cases[0].ranks, "attention_backend": PLAIN, "disable_log_stats": False,
     }  # fmt: skip
     if method != PLAIN:
         name, _, rest = method.partition(" ")
         text = f"{name} plan={folder / 'plan.json'} {rest}".strip() if name == "kascade" else method
         given |= {"attention_backend": "CUSTOM", "additional_config": {"longreach": {"decode": text}}}
-    return LLM(**{**given, **options})
+    return LLM(**given)
 
 
 def prompts(batch: int, tokens: int, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Random prompts; a larger batch begins with those of a smaller one."""
+    """Random prompts; a larger batch begins with those of a smaller one, a longer prompt with a shorter one."""
     import torch
 
     draws = (torch.Generator().manual_seed(seed + number) for number in range(batch))
-    return [{"prompt_token_ids": torch.randint(1000, 100000, (tokens,), generator=draw).tolist()} for draw in draws]
+    drawn = (torch.randint(1000, 100000, (512 * K,), generator=draw)[:tokens] for draw in draws)
+    return [{"prompt_token_ids": ids.tolist()} for ids in drawn]
 
 
 def step_times(llm: Any, ids: list[dict[str, list[int]]], new: int) -> tuple[float, list[float]]:
@@ -110,55 +131,42 @@ def step_times(llm: Any, ids: list[dict[str, list[int]]], new: int) -> tuple[flo
     return read, times
 
 
-def tpot(folder: Path, case: str, method: str, batches: list[int]) -> list[dict[str, Any]]:
+def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     import torch
 
-    context, _, _, ranks, _ = DECODE[case]
-    most = MOST if 0 in batches else max(batches)
-    llm = engine(folder, method, context=context, batch=most, ranks=ranks)
     cache = llm.llm_engine.vllm_config.cache_config
-    fit = min(most, cache.num_gpu_blocks * cache.block_size // (context + NEW + cache.block_size))
-    step_times(llm, prompts(1, K, seed=1000), 16)
-    found = list[dict[str, Any]]()
-    for label in batches:
-        batch = label or fit
-        before = torch.cuda.memory_stats().get("num_device_alloc") if ranks == 1 else None
-        read, times = step_times(llm, prompts(batch, context), NEW)
-        after, timed = torch.cuda.memory_stats().get("num_device_alloc") if ranks == 1 else None, times[32:]
-        one: dict[str, Any] = {
-            "case": case, "method": method, "batch": batch, "fits": label == 0, "context": context, "ranks": ranks,
-            "prompts_seconds": read, "tpot_ms": 1e3 * statistics.median(timed), "steps": len(timed),
-            "quartiles_ms": [1e3 * each for each in statistics.quantiles(timed, n=4)],
-            "cache_tokens": cache.num_gpu_blocks * cache.block_size, "page": cache.block_size,
-            "device_allocations": [before, after],
-        }  # fmt: skip
-        if method != PLAIN:
-            import longreach
-
-            one["read_of_dense"] = longreach.vllm.report(llm).fraction("decode")
-        found.append(one)
-    return found
+    room = cache.num_gpu_blocks * cache.block_size
+    count = batch or min(MOST, room // (case.context + NEW + cache.block_size))
+    ids = prompts(count, case.context)
+    first, _ = step_times(llm, ids, 1)  # fills the cache, so that all requests decode at once below
+    before = torch.cuda.memory_stats().get("num_device_alloc")
+    _, times = step_times(llm, ids, NEW)
+    timed = times[WARM:]
+    return {
+        "batch": count, "fits": batch == FIT, "prompts_seconds": first, "steps": len(timed),
+        "tpot_ms": 1e3 * statistics.median(timed) if timed else None,
+        "quartiles_ms": [1e3 * each for each in statistics.quantiles(timed, n=4)] if len(timed) > 1 else None,
+        "cache_tokens": room, "page": cache.block_size,
+        "device_allocations": [before, torch.cuda.memory_stats().get("num_device_alloc")],
+    }  # fmt: skip
 
 
-def ttft(folder: Path, method: str) -> list[dict[str, Any]]:
-    """One prompt of 32K tokens in chunks of 2048."""
-    llm = engine(folder, method, context=32 * K, batch=4, max_num_batched_tokens=2 * K)
-    times = [1e3 * step_times(llm, prompts(1, 32 * K, seed=n), 2)[0] for n in range(6)]
-    return [{"case": "ttft", "method": method, "ttft_ms": statistics.median(times[1:]), "all_ms": times}]
+def ttft(llm: Any, case: Case, batch: int) -> dict[str, Any]:
+    """One prompt after another, none of which is cached. The first one is not counted."""
+    times = [1e3 * step_times(llm, prompts(batch, case.context, seed=1000 + n), 2)[0] for n in range(6)]
+    return {"batch": batch, "ttft_ms": statistics.median(times[1:]), "all_ms": times}
 
 
-def load(folder: Path, method: str) -> list[dict[str, Any]]:
-    """32 requests of 16K tokens that arrive over a minute, answers of 256 tokens."""
+def load(llm: Any, case: Case, batch: int) -> dict[str, Any]:
+    """Requests that arrive over a minute, answers of 256 tokens. No prompt is cached."""
     from vllm import SamplingParams
 
-    llm = engine(folder, method, context=16 * K, batch=32, max_num_batched_tokens=2 * K)
-    step_times(llm, prompts(2, 2 * K), 16)
-    core, ids = llm.llm_engine, prompts(32, 16 * K)
-    greedy = SamplingParams(temperature=0.0, max_tokens=256, ignore_eos=True, detokenize=False)
+    core, ids, new = llm.llm_engine, prompts(batch, case.context, seed=2000), 256
+    greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     begun, sent, counts, stamps = time.perf_counter(), 0, dict[str, int](), dict[str, list[float]]()
-    while sent < 32 or core.has_unfinished_requests():
-        while sent < 32 and time.perf_counter() - begun >= sent * 60 / 32:
-            core.add_request(str(sent), ids[sent], greedy)
+    while sent < batch or core.has_unfinished_requests():
+        while sent < batch and time.perf_counter() - begun >= sent * 60 / batch:
+            core.add_request(f"{begun}-{sent}", ids[sent], greedy)
             sent += 1
         if not core.has_unfinished_requests():
             time.sleep(0.001)
@@ -170,74 +178,95 @@ def load(folder: Path, method: str) -> list[dict[str, Any]]:
                 stamps.setdefault(one.request_id, []).append(time.perf_counter())
     total = time.perf_counter() - begun
     gaps = sorted(b - a for each in stamps.values() for a, b in pairwise(each))
-    means = [1e3 * (each[-1] - each[0]) / 255 for each in stamps.values()]
-    one = {
-        "case": "load", "method": method, "seconds": total, "tokens_per_second": 32 * 256 / total,
+    means = [1e3 * (each[-1] - each[0]) / (new - 1) for each in stamps.values()]
+    return {
+        "batch": batch, "seconds": total, "tokens_per_second": batch * new / total,
         "tpot_p50_ms": statistics.median(means), "gap_p50_ms": 1e3 * gaps[len(gaps) // 2],
         "gap_p99_ms": 1e3 * gaps[int(0.99 * len(gaps))],
     }  # fmt: skip
-    return [one]
 
 
-def run(case: str, method: str, batches: list[int]) -> list[dict[str, Any]]:
+def run(folder: Path, method: str, names: list[str], out: Path) -> None:
+    """Measure the cases of one method; each result is a line of `out` at once."""
     import torch
     import vllm
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = model_folder(Path(name))
-        if case in DECODE:
-            found = tpot(folder, case, method, batches)
-        else:
-            found = {"ttft": ttft, "load": load}[case](folder, method)
-    versions = {"gpu": torch.cuda.get_device_name(0), "vllm": vllm.__version__, "torch": torch.__version__}
-    return [{**one, **versions} for one in found]
+    from longreach.records.record import commit
+
+    begun = time.perf_counter()
+    llm = engine(folder, method, [CASES[name] for name in names])
+    started = time.perf_counter() - begun
+    head, dirty = commit()
+    of = {
+        "method": method, "gpu": torch.cuda.get_device_name(0), "vllm": vllm.__version__, "torch": torch.__version__,
+        "commit": head, "dirty": dirty, "layers": llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers,
+        "start_seconds": started,
+    }  # fmt: skip
+
+    def keep(found: dict[str, Any]) -> None:
+        with out.open("a") as stream:
+            stream.write(json.dumps(found | of) + "\n")
+
+    step_times(llm, prompts(1, K, seed=3000), 16)
+    for name in names:
+        case = CASES[name]
+        for batch in case.batches:
+            found = {"tpot": tpot, "ttft": ttft, "load": load}[case.kind](llm, case, batch)
+            keep({"case": name, "context": case.context, "ranks": case.ranks, **found})
+    if method != PLAIN:
+        import longreach
+
+        keep({"case": "reads", "read_of_dense": longreach.vllm.report(llm).fraction("decode")})
 
 
-def show(case: str, found: list[dict[str, Any]], method: str) -> None:
+def show(found: list[dict[str, Any]], method: str) -> None:
     """Print the times of a method, and their ratio to FLASH_ATTN's."""
-    plain = {one.get("batch"): one for one in found if one["method"] == PLAIN}
-    fits = next((one for one in plain.values() if one.get("fits")), None)
-    for one in (each for each in found if each["method"] == method):
-        key = next(name for name in ("tpot_ms", "ttft_ms", "tpot_p50_ms") if name in one)
-        base = fits if one.get("fits") else plain.get(one.get("batch"))
-        # batches that fit may differ: then times of a token are compared, over all requests
-        per = one[key] / (one["batch"] if one.get("fits") else 1)
-        least = DECODE[case][4].get(0 if one.get("fits") else one["batch"]) if case in DECODE else None
-        target = "" if least is None or one["method"].split()[0] != "kascade" else f" (to reach: {least}x)"
-        ratio = ""
-        if base is not None and one["method"] != PLAIN:
-            ratio = f"{base[key] / (base['batch'] if one.get('fits') else 1) / per:.2f}x of {PLAIN}{target}"
-        print(f"{case} {one['method']} batch {one.get('batch', 1)}: {one[key]:.3f} ms  {ratio}", flush=True)
+    plain = {(one["case"], one.get("fits") or one.get("batch")): one for one in found if one["method"] == PLAIN}
+    for one in (each for each in found if each["method"] == method and each["case"] in CASES):
+        case, key = CASES[one["case"]], next(k for k in ("tpot_ms", "ttft_ms", "tpot_p50_ms") if k in one)
+        base, text = plain.get((one["case"], one.get("fits") or one["batch"])), "not measured"
+        if one[key] is not None:
+            text = f"{one[key]:.3f} ms"
+            if base is not None and base[key] is not None and method != PLAIN:
+                # batches that fit may differ: then times of a token are compared, over all requests
+                text += f"  {base[key] / base['batch'] / (one[key] / one['batch']):.3f}x of {PLAIN}"
+                least = case.least.get(FIT if one.get("fits") else one["batch"])
+                if least is not None and method.split()[0] == "kascade":
+                    text += f" (to reach: {least}x)"
+        print(f"{one['case']} {method} batch {one['batch']}: {text}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("cases", nargs="+", choices=[*DECODE, "ttft", "load"])
-    parser.add_argument("--methods", nargs="*", help="instead of the case's own; FLASH_ATTN always comes first")
-    parser.add_argument("--batches", nargs="*", type=int, help="instead of the case's own; 0: as many as fit")
+    parser.add_argument("cases", nargs="+", choices=list(CASES))
+    parser.add_argument("--methods", nargs="*", help=f"of those that the cases name; {PLAIN} is one of each case")
     parser.add_argument("--out", type=Path, required=True, help="a file that gets one JSON line a measurement")
+    parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer, to try this script")
+    parser.add_argument("--seconds", type=int, default=1800, help="for one method's engine, at most")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.one:
-        method, batches = json.loads(given.one)
-        with given.out.open("a") as stream:
-            stream.writelines(json.dumps(one) + "\n" for one in run(given.cases[0], method, batches))
+        folder, method = json.loads(given.one)
+        run(Path(folder), method, given.cases, given.out)
         return
+    if len({CASES[name].ranks for name in given.cases}) > 1:
+        parser.error("cases of one and of two GPUs cannot share an engine: measure tpot-2gpu alone")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    for case in given.cases:
-        batches = given.batches or (DECODE[case][1] if case in DECODE else (1,))
-        methods = given.methods or (DECODE[case][2] if case in DECODE else ("dense", "kascade"))
-        found = list[dict[str, Any]]()
-        for method in (PLAIN, *methods):
-            lines = len(given.out.read_text().splitlines()) if given.out.exists() else 0
-            command = [sys.executable, __file__, case, "--out", str(given.out), "--one", json.dumps([method, batches])]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                print(f"{case} {method}: failed\n{(done.stdout + done.stderr)[-4000:]}", flush=True)
-                continue
-            new = [json.loads(line) for line in given.out.read_text().splitlines()[lines:]]
-            found += new
-            show(case, found, method)
+    named = dict.fromkeys((PLAIN, *(method for name in given.cases for method in CASES[name].methods)))
+    with tempfile.TemporaryDirectory() as folder:  # one for all: vLLM compiles a model once for each folder
+        make_model(Path(folder), given.layers)
+        for method in (each for each in named if given.methods is None or each in given.methods):
+            cases = [name for name in given.cases if method in (PLAIN, *CASES[name].methods)]
+            command = [sys.executable, __file__, *cases, "--out", str(given.out), "--one", json.dumps([folder, method])]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=given.seconds)
+                said = done.stdout + done.stderr if done.returncode else ""
+            except subprocess.TimeoutExpired as error:
+                said = f"more than {given.seconds} s\n{(error.stderr or b'').decode(errors='replace')}"
+            if said:
+                print(f"{method}: failed\n{said[-4000:]}", flush=True)
+            lines = given.out.read_text().splitlines() if given.out.exists() else []
+            show([json.loads(line) for line in lines], method)
 
 
 if __name__ == "__main__":

@@ -55,3 +55,22 @@ def test_nothing_is_held_on_a_cpu_or_for_a_cache_of_fixed_size() -> None:
     one.take(torch.device("cuda"))
     assert one._held is None
     one.release()
+
+
+def test_memory_is_held_until_the_cache_is_made_and_not_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, taken = needs("quest"), list[int]()
+
+    def empty(size: int, **options: object) -> object:
+        taken.append(size)
+        return object()
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (70 << 30, 80 << 30))
+    monkeypatch.setattr(torch, "empty", empty)
+    cache = SimpleNamespace(kv_cache_memory_bytes=None, gpu_memory_utilization=0.9)
+    one = Reservation(found, SimpleNamespace(cache_config=cache))
+    for _layer in range(2):
+        one.take(torch.device("cuda"))
+    assert taken == [found.held((72 - 10) << 30), found.workspace] and one._held is not None
+    one.release()
+    one.take(torch.device("cuda"))  # vLLM captures piecewise graphs by passes without metadata
+    assert len(taken) == 2 and one._held is None

@@ -22,7 +22,7 @@ class LongreachBuilder:
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # type: ignore[call-arg]
         self.engine = engine = engine_of(vllm_config)
-        engine.clear()
+        engine.new_cache()
         engine.find_layers()
         engine.check_pages(kv_cache_spec.block_size, kv_cache_spec.dtype)
         self.buffers = DecodeBuffers(engine.max_requests, device)

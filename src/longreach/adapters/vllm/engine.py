@@ -58,11 +58,14 @@ class Engine:
         self.on_layer: LayerHook | None = None
         self._context = config.compilation_config.static_forward_context  # keeps the key of `engine_of` alive
         self._step: Step | None = None
-        self.clear()
+        self._clear()
 
-    def clear(self) -> None:
+    def new_cache(self) -> None:
         """Forget all state: vLLM allocates a new cache. The one by which it profiles graphs is a small one."""
         self.reservation.release()
+        self._clear()
+
+    def _clear(self) -> None:
         self.store = StateStore(self.max_requests + 1, shared_pages=True, all_observed=True)  # one more for padding
         self._captured: dict[int, tuple[HostCount, ...]] = {}
         self._allocated = False

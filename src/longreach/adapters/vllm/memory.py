@@ -61,16 +61,16 @@ class Reservation:
 
     def __init__(self, needs: Needs, config: Any):
         self.needs = needs
-        self._measured = config.cache_config.kv_cache_memory_bytes is None  # else the user fixed the cache's size
+        self._takes = config.cache_config.kv_cache_memory_bytes is None  # else the user fixed the cache's size
         self._share = config.cache_config.gpu_memory_utilization
         self._held: Tensor | None = None
 
     def take(self, device: torch.device) -> None:
         """Take the memory, once; and the workspace of a step, for a moment, so that vLLM counts it among its peaks.
 
-        Raises OutOfMemory if it is not there.
+        Nothing is taken after `release`. Raises OutOfMemory if it is not there.
         """
-        if device.type != "cuda" or self._held is not None or not self._measured:
+        if device.type != "cuda" or self._held is not None or not self._takes:
             return
         free, total = torch.cuda.mem_get_info(device)
         hold = self.needs.held(max(0, int(total * self._share) - (total - free)))
@@ -90,5 +90,8 @@ class Reservation:
             ) from error
 
     def release(self) -> None:
-        """vLLM makes its cache: the method's state takes its own memory."""
-        self._held = None
+        """vLLM has measured, and makes its cache: the method's state takes its own memory.
+
+        Passes without metadata follow, by which vLLM captures graphs.
+        """
+        self._held, self._takes = None, False
