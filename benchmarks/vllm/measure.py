@@ -34,6 +34,7 @@ CONFIG = {
 ANCHORS = (0, 2, 8, 13, 14)  # Kascade's for Llama-3.1-8B
 K = 1024
 MOST = 32  # requests, where as many run as fit
+CAPTURED = (1, 4, 8, 16, 32)  # requests of captured steps; at its first start longreach compiles kernels for each
 FIT = 0  # a batch of as many requests as fit
 NEW, WARM = 80, 16  # tokens of an answer in a step's time, and those of them that are not timed
 PLAIN = "FLASH_ATTN"
@@ -86,12 +87,13 @@ def engine(folder: Path, method: str, cases: list[Case]) -> Any:
     """A vllm.LLM for all of these cases that decodes by FLASH_ATTN or a longreach method."""
     from vllm import LLM
 
-    batches = [batch or MOST for case in cases for batch in case.batches]
+    most = max(batch or MOST for case in cases for batch in case.batches)
     given: dict[str, Any] = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "max_model_len": max(case.context for case in cases) + 2 * K, "max_num_seqs": max(batches),
+        "max_model_len": max(case.context for case in cases) + 2 * K, "max_num_seqs": most,
         "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "max_num_batched_tokens": 2 * K,
         "tensor_parallel_size": cases[0].ranks, "attention_backend": PLAIN, "disable_log_stats": False,
+        "compilation_config": {"cudagraph_capture_sizes": [size for size in CAPTURED if size <= most]},
     }  # fmt: skip
     if method != PLAIN:
         name, _, rest = method.partition(" ")
