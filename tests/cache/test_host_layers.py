@@ -213,15 +213,15 @@ def test_growth_stays_within_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = KVCache(layers, SLOTS, CacheConfig(host=True, device_bytes=limit))
     first = fill(cache, [0, 1, 2], [200, 30, 1])
     assert not cache.in_host
-    plain, used = cache._empty, list[int]()
+    plain, used = cache.memory._empty, list[int]()
 
     def watched(layer: int, *given: object) -> tuple[torch.Tensor, torch.Tensor]:
         made = plain(layer, *given)  # type: ignore[arg-type]
-        new = 0 if layer in cache._tiers.host else sum(x.nbytes for x in made)
+        new = 0 if layer in cache.memory._tiers.host else sum(x.nbytes for x in made)
         used.append(new + cache.memory_use.device_bytes)
         return made
 
-    monkeypatch.setattr(cache, "_empty", watched)
+    monkeypatch.setattr(cache.memory, "_empty", watched)
     more = fill(cache, [0], [200])
     assert cache.memory_use.device_layers == (0, 1, 2) and len(used) == layers
     assert max(used) <= limit

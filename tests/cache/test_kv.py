@@ -137,7 +137,7 @@ def test_memory_that_could_not_be_allocated_whole_is_given_back(config: CacheCon
     step = cache.begin([0, 1], [5, 5])
     cache.append(0, step, *random_tokens(10))  # and for layer 1 there is no memory left
     cache.abort(step)
-    assert cache.memory == [None, None] and cache.nbytes == 0
+    assert list(cache.memory) == [None, None] and cache.nbytes == 0
     want = fill(cache, [0, 1], [5, 5])
     fill(other, [0, 1], [5, 5])
     assert cache.nbytes == other.nbytes
@@ -260,7 +260,7 @@ def test_a_first_allocation_that_fails_leaves_no_half_layer(monkeypatch: pytest.
         patched.setattr(torch.Tensor, "new_empty", failing(2))
         with pytest.raises(torch.OutOfMemoryError):
             cache.append(0, step, *random_tokens(2))
-    assert cache.memory == [None] and cache.nbytes == 0 and cache.lengths == [0]
+    assert list(cache.memory) == [None] and cache.nbytes == 0 and cache.lengths == [0]
 
 
 def failing(at: int) -> Callable[..., Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from longreach.cache.layout import Layout
 from longreach.cache.pages import Pages
 
-Pair = tuple[Tensor, Tensor]
+Pair = tuple[Tensor, Tensor]  # keys and values [P, G, page, D]
 
 
 def as_pair(held: Pair, make: Callable[[Tensor], Tensor]) -> Pair:

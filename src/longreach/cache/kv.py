@@ -8,8 +8,6 @@ Tokens have positions, and in each layer slots. They are the same until `keep` e
 then move to the first slots, each head's in the order of their positions, and new tokens take the slots after them.
 So in every head the order of slots is the order of positions, and causality by slot is exact.
 
-Memory is allocated outside inference mode, so that a cache filled under it can be used without it.
-
 With `CacheConfig(host=True)` some layers lie in host memory, and the GPU reads and writes them in place (`tiers.py`).
 A pass of many rows writes its keys to host memory and to a staging buffer, and attends to the buffer, into which the
 keys before the pass are copied while the layer before it runs. Passes of few rows, captured ones among them, attend to
@@ -18,10 +16,9 @@ host memory itself.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Sequence, Set
 from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -37,16 +34,16 @@ from longreach.cache.checks import (
     checked_positions,
     is_int,
 )
-from longreach.cache.compact import as_pair, compacted
+from longreach.cache.compact import Pair, as_pair, compacted
 from longreach.cache.config import CacheConfig
 from longreach.cache.host import allocate
 from longreach.cache.host_pool import HostPool
-from longreach.cache.layout import Layout
+from longreach.cache.layer_memory import LayerMemory
 from longreach.cache.layouts import Layouts
 from longreach.cache.placing import placements, sequences_and_positions
-from longreach.cache.staging import Pair, Staging
+from longreach.cache.staging import Staging
 from longreach.cache.state import SequenceState, StatelessOnTruncate
-from longreach.cache.tiers import CPU_ATTENDS, STAGING, HostAttend, MemoryUse, Tiers, check_attend
+from longreach.cache.tiers import CPU_ATTENDS, HostAttend, MemoryUse, check_attend
 from longreach.errors import InvalidInput, Unsupported
 from longreach.ops.append import append
 from longreach.ops.host_calls import HostCalls
@@ -61,9 +58,9 @@ class KVCache:
     """K and V of every layer for `slots` sequences, [P, G, page, D] each, allocated when a layer first appends.
 
     lengths: tokens of each sequence, which is the position of the next one. state: reset and truncated with the
-    sequences. layouts: slots and pages of each layer. in_host: layers whose keys and values lie in host memory.
-    attend: who computes a decode step's attention to them; views that are made later follow it. calls: by which the
-    CPU computes it, with the memory that they use. Captured steps need it as long as they exist.
+    sequences. layouts: slots and pages of each layer. memory: their keys and values. attend: who computes a decode
+    step's attention to layers in host memory; views that are made later follow it. calls: by which the CPU computes it,
+    with the memory that they use. Captured steps need it as long as they exist.
     """
 
     def __init__(
@@ -82,9 +79,7 @@ class KVCache:
         self.state: SequenceState = StatelessOnTruncate() if state is None else state
         self.lengths = [0] * slots
         self.layouts = Layouts(layers, self.config.plan(slots))
-        self.memory: list[Pair | None] = [None] * layers
-        self.in_host = set[int]()
-        self._tiers = Tiers(self.config, layers, resident, self.device)
+        self.memory = LayerMemory(self.config, layers, resident, self.device)
         self._staging = Staging(self.device)
         check_attend(self.config, self.device)
         self.calls = HostCalls(self.device, partial(allocate, purpose=CPU_ATTENDS))
@@ -99,7 +94,7 @@ class KVCache:
         """Take host memory from a pool, before any is allocated. Needs a fixed capacity, as the memory cannot grow."""
         require(not any(self.memory), "use_pool: the cache already has memory; call it on an empty cache")
         require(self.config.capacity is not None, "use_pool: expected a fixed size; give CacheConfig(capacity=...)")
-        self._tiers.pool = pool
+        self.memory.use_pool(pool)
 
     def begin(self, slots: Sequence[int], counts: Sequence[int]) -> Append:
         """Make room for counts[b] new tokens of the sequence in slots[b]. Raises CapacityError, InvalidInput.
@@ -192,11 +187,7 @@ class KVCache:
         with torch.inference_mode(False), torch.no_grad():
             if held is None:
                 pages = self.layouts[layer].pages
-                shape = (pages.total, k.shape[1], pages.size, k.shape[2])
-                if not any(self.memory):
-                    self._tiers.plan(_bytes(shape, k))
-                held = self._empty(layer, shape, k, v)
-                self._store(layer, held)
+                held = self.memory.make(layer, (pages.total, k.shape[1], pages.size, k.shape[2]), k, v)
             staged = self._staged(layer, step)
             for memory in (held,) if staged is None else (held, staged):
                 if angles is None:
@@ -309,7 +300,7 @@ class KVCache:
         before = self.layouts[layer]
         after = before.evicted(self.lengths, {s: i.shape[1] for s, i in kept.items()}, room)
         with torch.inference_mode(False), torch.no_grad():
-            self.memory[layer] = compacted(memory, before, after, kept)
+            self.memory.replace(layer, compacted(memory, before, after, kept))
         del memory  # before state is rebuilt, which may take memory of its own
         self.layouts[layer] = after
         self._moves, self._evicted = self._moves + 1, True
@@ -330,20 +321,20 @@ class KVCache:
         return self._moves + self.state.generation
 
     @property
+    def in_host(self) -> Set[int]:
+        """Layers whose keys and values lie in host memory."""
+        return self.memory.in_host
+
+    @property
     def nbytes(self) -> int:
         """Bytes of K and V allocated, all layers, in device and host memory."""
-        return sum(self._layer_bytes())
+        return sum(self.memory.layer_bytes())
 
     @property
     def memory_use(self) -> MemoryUse:
         """Where keys and values lie, and the bytes of each."""
-        each = self._layer_bytes()
-        host = tuple(sorted(self.in_host))
-        device = tuple(layer for layer, held in enumerate(self.memory) if held and layer not in self.in_host)
-        largest = max((each[layer] for layer in host), default=0)
-        sizes = (sum(each[n] for n in host), sum(each[n] for n in device), STAGING * largest)
         attend = None if self.device.type == "cpu" and self.attend == HostAttend() else self.attend
-        return MemoryUse(host, device, *sizes, attend, calls_bytes=self.calls.nbytes)
+        return self.memory.use(attend, self.calls.nbytes)
 
     @property
     def page(self) -> int | None:
@@ -357,12 +348,12 @@ class KVCache:
         before = [self.lengths[s] for s in slots]
         after = {s: n + c for s, n, c in zip(slots, before, counts, strict=True)}
         sizes = self.layouts.sizes_for(after, exact)
-        self._plan(sizes)
+        self.memory.plan(sizes)
         self._staging.release()
         if any((size, total) != (layout.pages.size, layout.pages.total) for layout, size, total in sizes):
             self._moves += 1
-        for each in sizes:
-            self._grow(*each)
+        for layout, size, total in sizes:
+            self.memory.grow([n for n in range(len(self.memory)) if self.layouts[n] is layout], size, total)
         for layout, size, total in sizes:
             layout.take(after, size, total)
         self._begun += 1
@@ -383,28 +374,6 @@ class KVCache:
         host = (tuple(counts), tuple(added), tuple(slots), tuple(before))
         return Append(self._ints(slots), seq, pos, found, *host, self._begun)
 
-    def _empty(self, layer: int, shape: Sequence[int], k: Tensor, v: Tensor) -> Pair:
-        """Memory for a layer, K and V [shape] like k and v, in the tier that it was placed in last; one if v is k."""
-        keys = self._tiers.empty(layer, shape, k)
-        return keys, keys if v is k else self._tiers.empty(layer, shape, v)
-
-    def _store(self, layer: int, pair: Pair) -> None:
-        """This memory of `_empty` is the layer's from now on."""
-        self.memory[layer] = pair
-        (self.in_host.add if layer in self._tiers.host else self.in_host.discard)(layer)
-
-    def _plan(self, sizes: Sequence[tuple[Layout, int, int]]) -> None:
-        """Place layers again if they are to grow. Raises CapacityError with nothing changed."""
-        if not self.config.host or not any(self.memory):
-            return
-        ((_, size, total),) = sizes  # of all layers, as none of them was evicted from
-        held = [x for pair in self.memory if pair for x in pair]
-        if any(x.shape[0] < total or x.shape[2] < size for x in held):
-            each, x = self._layer_bytes(), held[0]
-            inside = [each[layer] for layer in self.in_host]
-            shape = (total, x.shape[1], size, x.shape[3])
-            self._tiers.plan(_bytes(shape, x), sum(inside), max(inside, default=0))
-
     def _staged(self, layer: int, step: Append) -> Pair | None:
         """The layer's copy in device memory that the pass attends to; None if it attends to the layer itself."""
         if layer not in self.in_host or step.starts is None or max(step.counts, default=0) <= IN_PLACE:
@@ -422,10 +391,6 @@ class KVCache:
         """Page of each sequence of the pass, and its slots that hold keys, those that the pass has written included."""
         new = step.added if step.written[layer] else (0,) * len(step.added)
         return [(s, start + n) for s, start, n in zip(step.host_slots, step.starts or (), new, strict=True)]
-
-    def _layer_bytes(self) -> list[int]:
-        each = [{id(x): x for x in held or ()}.values() for held in self.memory]
-        return [sum(x.numel() * x.element_size() for x in tensors) for tensors in each]
 
     def _held(self, layer: int) -> Pair:
         """K and V of a layer, [P, G, page, D], of the layout's size."""
@@ -481,35 +446,9 @@ class KVCache:
     def _start_over_if_empty(self) -> None:
         """If no slot holds anything, give all memory back, so that all layers have one layout again."""
         if not any(self.lengths) and not any(self._under_way):
-            self.memory = [None] * len(self.memory)
-            self.in_host.clear()
+            self.memory.clear()
             self.layouts = Layouts(len(self.memory), self.config.plan(len(self.lengths)))
             self._moves, self._evicted = self._moves + 1, False
 
     def _ints(self, values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-    def _grow(self, layout: Layout, size: int, total: int) -> None:
-        """Move the layers of a layout to larger pages or more of them, one by one: each old one goes before the next.
-
-        Those that leave device memory go first: the others grow into their room, within `device_bytes`.
-        An allocation that fails leaves the layers before it larger than their layout, which holds no less.
-        """
-
-        def moved(layer: int, held: Pair) -> Pair:
-            new = self._empty(layer, (total, held[0].shape[1], size, held[0].shape[3]), *held)
-            for x, y in zip(held, new, strict=True):
-                y[: x.shape[0], :, : x.shape[2]] = x
-            return new
-
-        leaving = self._tiers.host - self.in_host
-        for layer in sorted(range(len(self.memory)), key=lambda layer: (layer not in leaving, layer)):
-            held = self.memory[layer]
-            if held and self.layouts[layer] is layout and (held[0].shape[0] < total or held[0].shape[2] < size):
-                with torch.inference_mode(False), torch.no_grad():
-                    self._store(layer, moved(layer, held))
-
-
-def _bytes(shape: Sequence[int], x: Tensor) -> int:
-    """Bytes of keys and values of one layer, [shape] each, of the dtype of x."""
-    return 2 * prod(shape) * x.element_size()

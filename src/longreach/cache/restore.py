@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -57,9 +56,7 @@ def _fill(kv: KVCache, layer: int, each: Sequence[int], k: Tensor, v: Tensor) ->
         raise InvalidInput(f"layer {layer}: expected keys and values [{sum(each)}, G, D], got {list(k.shape)}")
     k, v = as_pair((k, v), lambda x: x.to(kv.device))
     shape = (pages.total, k.shape[1], pages.size, k.shape[2])
-    if not any(kv.memory):
-        kv._tiers.plan(2 * prod(shape) * k.element_size())
-    pair = kv._empty(layer, shape, k, v)
+    pair = kv.memory.make(layer, shape, k, v)
     first = 0
     for slot, count in enumerate(each):
         for number, page in enumerate(pages.held[slot]):
@@ -68,4 +65,3 @@ def _fill(kv: KVCache, layer: int, each: Sequence[int], k: Tensor, v: Tensor) ->
                 part = x[here].transpose(0, 1)
                 y[page, :, : part.shape[1]] = part
         first += count
-    kv._store(layer, pair)

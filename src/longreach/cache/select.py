@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import prod
 
 import torch
 from torch import Tensor
@@ -32,7 +31,7 @@ def selected(kv: KVCache, slots: Sequence[int]) -> KVCache:
     pages = [sources[id(layout)] for layout in kv.layouts.of_layer]
     at = torch.tensor(slots, dtype=torch.int64, device=kv.device)
     state = kv.state.select(at, pages)
-    new = KVCache(len(kv.memory), len(slots), kv.config, kv.device, state, kv._tiers.resident)
+    new = KVCache(len(kv.memory), len(slots), kv.config, kv.device, state, kv.memory.resident)
     new.layouts.of_layer = [chosen[id(layout)][0] for layout in kv.layouts.of_layer]
     new.lengths = [kv.lengths[s] for s in slots]
     new.attend, new._evicted = kv.attend, kv._evicted
@@ -47,13 +46,10 @@ def _copy(kv: KVCache, new: KVCache, layer: int, source: Tensor) -> None:
     """Keys and values of a layer."""
     pair, pages = kv._held(layer), new.layouts[layer].pages
     shape = (pages.total, pair[0].shape[1], pages.size, pair[0].shape[3])
-    if not any(new.memory):
-        new._tiers.plan(2 * prod(shape) * pair[0].element_size())
-    fresh = new._empty(layer, shape, *pair)
+    fresh = new.memory.make(layer, shape, *pair)
     used = max(new.slots_in_use(layer)) if pages.contiguous else pages.size
     for x, y in zip(pair, fresh, strict=True):
         y[: len(source), :, :used] = x[:, :, :used][source]
-    new._store(layer, fresh)
 
 
 def _chosen(layout: Layout, slots: Sequence[int]) -> tuple[Layout, list[int]]:

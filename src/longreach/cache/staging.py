@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 import torch
-from torch import Tensor
 
+from longreach.cache.compact import Pair
 from longreach.cache.tiers import STAGING
 
-Pair = tuple[Tensor, Tensor]  # keys and values [P, G, page, D]
 Filled = Iterable[tuple[int, int]]  # pages, and the slots of each that hold keys
 
 
