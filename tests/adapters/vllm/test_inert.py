@@ -54,3 +54,9 @@ def test_engines_of_one_process_do_not_affect_each_other() -> None:
 def test_a_report_needs_an_engine() -> None:
     with pytest.raises(InvalidInput, match=r"llm: expected a vllm\.LLM, got str"):
         longreach.vllm.report("an engine")
+
+    class Served:
+        async def collective_rpc(self, name: str) -> None: ...
+
+    with pytest.raises(InvalidInput, match=r"llm: expected a vllm.LLM, got Served"):
+        longreach.vllm.report(Served())

@@ -45,6 +45,11 @@ def model(folder: Path, **fields: Any) -> str:
         ({"decode": "quest dense_layers=[12]"}, InvalidInput, r"dense_layers: expected layers of the model, which has"),
         ({"decode": "kascade plan=none.json"}, InvalidInput, r"no plan 'none.json': neither a file nor one of the"),
         ({"decode": "kascade plan=auto"}, InvalidInput, r"plan=auto: plans for kascade and loki are made of a prompt"),
+        (
+            {"decode": "quest page=48"},
+            Unsupported,
+            r"blocks of 48 keys, .* In vLLM --block-size sets",
+        ),
     ],
 )
 def test_options_of_longreach(given: Any, kind: type[LongreachError], message: str) -> None:
@@ -61,6 +66,7 @@ def test_options_of_longreach(given: Any, kind: type[LongreachError], message: s
         ({"kv_offloading_size": 1.0}, r"KV connectors and KV offloading"),
         ({"prefix_match_unit": 16}, r"cached prefixes that end within a page \(prefix_match_unit=16\)"),
         ({"kv_cache_dtype": "fp8"}, r"a quantised KV cache \(kv_cache_dtype=fp8"),
+        ({"kv_cache_dtype": "bfloat16"}, r"another dtype than the model's \(kv_cache_dtype=bfloat16, dtype="),
         ({"pipeline_parallel_size": 2}, r"pipeline parallelism, as layers choose keys for layers of other ranks"),
         ({"runner": "pooling"}, r"runner=pooling, which decodes nothing"),
     ],
@@ -86,6 +92,36 @@ def test_parallel_engines_that_this_machine_cannot_configure(field: str, value: 
     setattr(config.parallel_config, field, value)
     with pytest.raises(Unsupported, match=message):
         check_engine(config)
+
+
+def test_attention_within_chunks() -> None:
+    from longreach.adapters.vllm.checks import check_engine
+
+    config = configure({"decode": "dense"})
+    config.model_config.hf_text_config.attention_chunk_size = 64
+    with pytest.raises(Unsupported, match=r"attention within chunks \(as in Llama-4\)"):
+        check_engine(config)
+
+
+def test_a_head_map_that_crosses_ranks() -> None:
+    from longreach.adapters.vllm.checks import check_engine
+
+    config = configure({"decode": "kascade"})
+    config.parallel_config.tensor_parallel_size = 2
+    with pytest.raises(Unsupported, match=r"kascade: with 2 of 4 KV heads a rank, head \d of layer \d+ would need"):
+        check_engine(config)
+
+
+def test_a_key_that_is_misspelt() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    for given, refused in (({"Longreach": {"decode": "dense"}}, True), ({"another": 1}, False)):
+        args = EngineArgs(model=str(MINI), dtype="float32", additional_config=given)
+        if refused:
+            with pytest.raises(UnknownName, match=r"config 'Longreach'; known: longreach"):
+                args.create_engine_config()
+        else:
+            args.create_engine_config()
 
 
 def test_a_plan_for_another_model(tmp_path: Path) -> None:

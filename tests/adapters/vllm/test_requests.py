@@ -19,6 +19,34 @@ pytestmark = pytest.mark.vllm
 MAC = "mac tau=0.3 window=64 band=32 min_context=0 rest_rows=null"
 
 
+def test_a_state_class_is_extended_once() -> None:
+    from longreach.adapters.vllm.requests import state_class
+
+    model = SimpleNamespace(get_model_state_cls=lambda: PlainState)
+    kind = state_class(model)
+    assert kind.__name__ == "LongreachPlainState"
+    assert state_class(SimpleNamespace(get_model_state_cls=lambda: kind)) is kind
+
+
+def test_what_vllm_reads_to_warm_up_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.worker.gpu_worker import Worker
+
+    from longreach.adapters.vllm import warm_up
+
+    monkeypatch.setattr(Worker, "compile_or_warm_up_model", lambda self: "times")
+    warm_up.install()
+    wrapped = Worker.compile_or_warm_up_model
+    warm_up.install()
+    assert Worker.compile_or_warm_up_model is wrapped
+    with engine("kascade") as llm:
+        answers(llm, prompts(300), 4)
+        assert longreach.vllm.report(llm).layers
+        worker = SimpleNamespace(vllm_config=llm.llm_engine.vllm_config)
+        assert wrapped(worker) == "times" and not longreach.vllm.report(llm).layers
+        assert answers(llm, prompts(300), 4) == expected("kascade", prompts(300), 4)
+        assert {layer.rows for layer in longreach.vllm.report(llm).layers} == {3, len(prompts(300)[0])}
+
+
 class PlainState:
     """The calls of vLLM's ModelState that RequestSlots passes on."""
 

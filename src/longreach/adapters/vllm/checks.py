@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from longreach.adapters.vllm.memory import Needs
 from longreach.adapters.vllm.settings import Settings
 from longreach.errors import InvalidInput, Unsupported
-from longreach.methods.call import ModelShape
+from longreach.methods.base import AttentionMethod
+from longreach.methods.call import LayerCall, ModelShape
 from longreach.methods.model_config import shape_of_config
+from longreach.ops import HeadShard, KVView, Rows
+from longreach.runtime.state import check_blocks
 
-PLAIN_CACHES = ("auto", "float16", "bfloat16")
+logger = logging.getLogger("vllm.longreach")  # a child of vLLM's, so that it is shown as vLLM's are
+PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
 CUDA = "longreach.adapters.vllm.cuda.FlashBackend"  # registered as CUSTOM
 
 
@@ -33,8 +43,46 @@ def check_engine(config: Any) -> None:
             "longreach in vLLM does not work with heads that differ by layer (as in Gemma-4); use longreach.generate"
         )
     settings.decode.check(shape)
-    _check_ranks(config, shape)
+    ranks = _checked_ranks(config, shape)
     _check_requests(config, settings)
+    page, dtype = config.cache_config.block_size, config.model_config.dtype
+    if page is not None:
+        part = None if ranks == 1 else HeadShard(0, shape.kv_heads // ranks, shape.kv_heads, lambda x: x)
+        with contextlib.suppress(InvalidInput):  # a layer outside a plan has a window: the worker knows which have
+            check_pages(settings.decode, shape, page, dtype, range(shape.layers), part)
+        needs = Needs.of_engine(config, settings.decode, shape, ranks)
+        logger.info(
+            "longreach decodes by %s. For max_num_seqs=%d requests of max_model_len=%d tokens it takes %.2f GiB of a "
+            "GPU, %.2f GiB more while a layer attends, and %.0f%% as much again as keys and values",
+            settings.decode.name, config.scheduler_config.max_num_seqs, config.model_config.max_model_len,
+            (needs.sequences + needs.captured) / 2**30, needs.workspace / 2**30, 100 * needs.page / needs.keys,
+        )  # fmt: skip
+
+
+def bare_call(layer: int, k: Tensor, shape: ModelShape, shard: HeadShard | None) -> LayerCall:
+    """A call without rows over keys [P, G, page, D] of this rank, of which a method makes its state."""
+    none = torch.empty(0, dtype=torch.int64, device=k.device)
+    group = shape.query_heads // shape.kv_heads
+    rows = Rows(k.new_empty(0, k.shape[1] * group, k.shape[3]), none, none)
+    kv = KVView(k, k, none, torch.empty(0, 1, dtype=torch.int32, device=k.device))
+    return LayerCall(layer, rows, kv, none, 1.0, shard=shard, model=shape)
+
+
+def check_pages(
+    method: AttentionMethod, shape: ModelShape, page: int, dtype: torch.dtype, layers: Iterable[int],
+    shard: HeadShard | None,
+) -> None:  # fmt: skip
+    """Raise Unsupported if the method's blocks of keys do not divide pages of `page` slots, or its plan needs what
+    another rank chooses."""
+    heads = shape.kv_heads if shard is None else shard.count
+    for layer in layers:
+        k = torch.empty(1, heads, page, shape.head_dim, dtype=dtype, device="meta")
+        call = bare_call(layer, k, shape, shard)
+        state = method.new_state(call, 1)
+        try:
+            check_blocks(method, state, call.kv)
+        except Unsupported as error:
+            raise Unsupported(f"{error}. In vLLM --block-size sets the slots of a page") from error
 
 
 def _refusals(config: Any) -> Iterator[str]:
@@ -59,8 +107,15 @@ def _refusals(config: Any) -> Iterator[str]:
             "KV connectors and KV offloading: other engines would take keys of a sparse method for exact ones; "
             "leave kv_transfer_config and kv_offloading_size out"
         )
+    if getattr(model.hf_text_config, "attention_chunk_size", None):
+        yield "attention within chunks (as in Llama-4); use another model"
     if cache.cache_dtype not in PLAIN_CACHES:
         yield f"a quantised KV cache (kv_cache_dtype={cache.cache_dtype}); use one of {', '.join(PLAIN_CACHES)}"
+    elif cache.cache_dtype != "auto" and getattr(torch, cache.cache_dtype) != model.dtype:
+        yield (
+            f"keys in another dtype than the model's (kv_cache_dtype={cache.cache_dtype}, dtype={model.dtype}); leave "
+            f"kv_cache_dtype out"
+        )
     if cache.prefix_match_unit not in (None, cache.block_size):
         yield (
             f"cached prefixes that end within a page (prefix_match_unit={cache.prefix_match_unit}): vLLM copies such "
@@ -101,13 +156,14 @@ def _check_backend(config: Any) -> None:
         )
 
 
-def _check_ranks(config: Any, shape: ModelShape) -> None:
-    ranks = config.parallel_config.tensor_parallel_size
+def _checked_ranks(config: Any, shape: ModelShape) -> int:
+    ranks: int = config.parallel_config.tensor_parallel_size
     if shape.kv_heads % ranks:
         raise Unsupported(
             f"tensor_parallel_size={ranks}: longreach needs as many KV heads on each rank, and the model has "
             f"{shape.kv_heads}; use a divisor of {shape.kv_heads}"
         )
+    return ranks
 
 
 def _check_requests(config: Any, settings: Settings) -> None:

@@ -9,20 +9,19 @@ import torch
 from torch import Tensor, cuda
 
 from longreach.adapters.vllm import versions
-from longreach.adapters.vllm.checks import shape_of
+from longreach.adapters.vllm.checks import bare_call, check_pages, shape_of
 from longreach.adapters.vllm.memory import Needs, Reservation
 from longreach.adapters.vllm.rotation import Rotation
 from longreach.adapters.vllm.settings import Settings
 from longreach.adapters.vllm.step import Step
 from longreach.errors import InvalidInput, Unsupported
 from longreach.methods.base import AttentionMethod
-from longreach.methods.call import LayerCall, ModelShape
+from longreach.methods.call import ModelShape
 from longreach.methods.dense import Dense
-from longreach.ops import HeadShard, KVView, Rows
+from longreach.ops import HeadShard
 from longreach.runtime import Ledger, Pass, Report, Segment, StateStore
 from longreach.runtime.forward import LayerHook
 from longreach.runtime.ledger import HostCount
-from longreach.runtime.state import check_blocks
 
 
 class Layer:
@@ -49,7 +48,8 @@ class Engine:
         self.device = torch.device(config.device_config.device_type)
         self.max_requests: int = config.scheduler_config.max_num_seqs
         self.graphs = bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
-        self.reservation = Reservation(self._needs(config), config)
+        ranks = 1 if self.shard is None else self.shard.total // self.shard.count
+        self.reservation = Reservation(Needs.of_engine(config, self.method, self.shape, ranks), config)
         self.layers: dict[int, Layer] = {}
         self.rotations: dict[int, Rotation] = {}
         self.batch_slots: Tensor | None = None
@@ -102,11 +102,8 @@ class Engine:
                 f"{self.method.name} keeps state beside pages of keys, and vLLM has pages of {sorted(self._pages)} "
                 f"slots for this model, which it may copy in part; use a method that keeps nothing"
             )
-        for layer in self.layers.values():
-            if layer.window is None:
-                call = self._call(layer.number, torch.empty(1, self._heads, page, self.shape.head_dim, dtype=dtype,
-                                                            device="meta"))  # fmt: skip
-                check_blocks(self.method, self.method.new_state(call, 1), call.kv)
+        whole = (layer.number for layer in self.layers.values() if layer.window is None)
+        check_pages(self.method, self.shape, page, dtype, whole, self.shard)
 
     def allocate(self) -> None:
         """Make the state of all layers, of the size of vLLM's cache. Once for each cache, before its first step."""
@@ -114,31 +111,10 @@ class Engine:
             return
         for layer in self.layers.values():
             if layer.window is None:
-                self.store.get(self.method, self._call(layer.number, keys_of(layer.module.kv_cache)))
+                self.store.get(
+                    self.method, bare_call(layer.number, keys_of(layer.module.kv_cache), self.shape, self.shard)
+                )
         self._allocated = True
-
-    def _needs(self, config: Any) -> Needs:
-        ranks = 1 if self.shard is None else self.shard.total // self.shard.count
-        # vLLM measures the graphs of model runner V1 itself
-        largest = config.compilation_config.max_cudagraph_capture_size or 0
-        captured = min(self.max_requests, largest) if self.graphs and config.use_v2_model_runner else 0
-        return Needs.of(
-            self.method, self.shape, ranks=ranks, requests=self.max_requests + 1, captured=captured,
-            page=config.cache_config.block_size, capacity=config.model_config.max_model_len,
-            dtype=config.model_config.dtype,
-        )  # fmt: skip
-
-    @property
-    def _heads(self) -> int:
-        return self.shape.kv_heads if self.shard is None else self.shard.count
-
-    def _call(self, layer: int, k: Tensor) -> LayerCall:
-        """A call without rows, of which a method makes its state."""
-        none = torch.empty(0, dtype=torch.int64, device=k.device)
-        group = self.shape.query_heads // self.shape.kv_heads
-        rows = Rows(k.new_empty(0, self._heads * group, k.shape[3]), none, none)
-        kv = KVView(k, k, none, torch.empty(0, 1, dtype=torch.int32, device=k.device))
-        return LayerCall(layer, rows, kv, none, 1.0, shard=self.shard, model=self.shape)
 
     # requests, for a method that keeps state of sequences
 
@@ -204,6 +180,11 @@ class Engine:
         if step is not None and step.counted and not step.ran:
             self.ledger.commit_on_host(self._captured.get(step.rows, ()))
             step.ran = True
+
+    def forget_reads(self) -> None:
+        """Count from zero."""
+        self.settle()
+        self.ledger.reset()
 
     def report(self) -> Report:
         """The reads of this rank so far. Waits for the device."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from longreach.adapters.vllm import requests
+from longreach.adapters.vllm import requests, warm_up
 from longreach.adapters.vllm.engine import engine_of, keys_of, values_of
 from longreach.adapters.vllm.rows import BatchRows
 from longreach.adapters.vllm.splitting import Part
@@ -53,6 +53,8 @@ class LongreachImpl:
         self.engine = engine_of(get_current_vllm_config())
         if self.engine.method.keeps == "sequences":
             requests.install()
+        if self.engine.device.type == "cuda":
+            warm_up.install()
         self.window, self.softcap, self.sink_logit = sliding_window, logits_soft_cap or None, sinks
         self.scale = float(scale)
         self.number: int | None = None

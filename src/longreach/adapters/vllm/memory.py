@@ -50,6 +50,18 @@ class Needs:
             2 * model.layers * model.kv_heads * model.head_dim * page * dtype.itemsize // ranks,
         )
 
+    @classmethod
+    def of_engine(cls, config: Any, method: AttentionMethod, model: ModelShape, ranks: int) -> Needs:
+        """config: a VllmConfig."""
+        requests, compilation = config.scheduler_config.max_num_seqs, config.compilation_config
+        # vLLM measures the graphs of model runner V1 itself
+        graphs = compilation.cudagraph_mode.has_full_cudagraphs() and config.use_v2_model_runner
+        captured = min(requests, compilation.max_cudagraph_capture_size or 0) if graphs else 0
+        return cls.of(
+            method, model, ranks=ranks, requests=requests + 1, captured=captured, page=config.cache_config.block_size,
+            capacity=config.model_config.max_model_len, dtype=config.model_config.dtype,
+        )  # fmt: skip
+
     def held(self, available: int) -> int:
         """Bytes to hold of those that are left for the cache and all else."""
         fixed = self.sequences + self.captured

@@ -8,6 +8,7 @@ from typing import Any
 from longreach.adapters.vllm import versions
 from longreach.adapters.vllm.checks import CUDA, check_engine
 from longreach.adapters.vllm.settings import KEY, Settings
+from longreach.errors import UnknownName
 
 CPU = "longreach.adapters.vllm.cpu.CPUBackend"
 MARK = "_longreach"  # on what has been wrapped
@@ -46,6 +47,9 @@ def _check_engines() -> None:
     def create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
         given = self.additional_config
         if not isinstance(given, dict) or KEY not in given:
+            alike = [key for key in given if str(key).lower() == KEY] if isinstance(given, dict) else []
+            if alike:
+                raise UnknownName("key of the additional config", alike[0], (KEY,))
             return plain(self, *args, **options)
         versions.current().prepare_process()
         Settings.read(given[KEY])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import iscoroutinefunction
 from typing import Any
 
 from longreach.adapters.vllm.engine import Engine
@@ -25,7 +26,7 @@ def report_of_worker(worker: Any) -> list[dict[str, Any]] | None:
 
 def report(llm: Any) -> Report:
     """See `longreach.adapters.vllm.report`."""
-    if not hasattr(llm, "collective_rpc"):
+    if not hasattr(llm, "collective_rpc") or iscoroutinefunction(llm.collective_rpc):
         raise InvalidInput(f"llm: expected a vllm.LLM, got {type(llm).__name__}")
     ranks = llm.collective_rpc(NAME)
     if any(rank is None for rank in ranks):

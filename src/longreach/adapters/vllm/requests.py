@@ -39,6 +39,8 @@ def state_class(model: Any) -> type[Any]:
     from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 
     base = model.get_model_state_cls() if hasattr(model, "get_model_state_cls") else DefaultModelState
+    if issubclass(base, RequestSlots):
+        return base
     return type(f"Longreach{base.__name__}", (RequestSlots, base), {})
 
 
