@@ -144,6 +144,19 @@ def test_options_of_the_prompt() -> None:
         assert text in words, text
 
 
+def test_decoding_after_a_sparse_prompt() -> None:
+    found = record("mini-kascade-after-4096")["tasks"]["cwe"]["results"]
+    oracle = "kascade/oracle_top_k k={} dense_layers=[0]"
+    labels = "kascade/dense", oracle.format(0.4), oracle.format(0.1), BOTH, "dense"
+    scores = [f"{found[label]['score']:.0%}" for label in labels]
+    text = (
+        "{} with all keys, {} with the exact top 40%, {} with the exact top 10% and {} with kascade's own 10%; without "
+        "a sparse prompt {}"
+    )
+    assert text.format(*scores) in " ".join(PAGE.split())
+    assert {len(found[label]["answers"]) for label in labels} == {24}
+
+
 def test_prose_after_a_sparse_prompt() -> None:
     found, words = record("mini-kascade-both-perplexity-4096")["results"], " ".join(PAGE.split())
     names = "dense", BOTH, f"{BOTH} prefill.k=0.2 prefill.sinks=4 prefill.recent=64"

@@ -1,4 +1,4 @@
-"""Times of vLLM with longreach beside vLLM's own FlashAttention, on GPUs.
+"""Times of vLLM with longreach and with vLLM's own FlashAttention, on GPUs.
 
 python3 benchmarks/vllm/measure.py CASE ... --out FILE
 
@@ -35,6 +35,8 @@ ANCHORS = (0, 2, 8, 13, 14)  # Kascade's for Llama-3.1-8B
 K = 1024
 MOST = 32  # requests, where as many run as fit
 CAPTURED = (1, 4, 8, 16, 32)  # requests of captured steps; at its first start longreach compiles kernels for each
+SHOWN = {"tpot": ("tpot_ms",), "ttft": ("ttft_ms",), "load": ("tokens_per_second", "tpot_p50_ms", "gap_p99_ms")}
+FITS = "as many as fit"
 FIT = 0  # a batch of as many requests as fit
 NEW, WARM = 80, 16  # tokens of an answer in a step's time, and those of them that are not timed
 PLAIN = "FLASH_ATTN"
@@ -133,15 +135,20 @@ def step_times(llm: Any, ids: list[dict[str, list[int]]], new: int) -> tuple[flo
     return read, times
 
 
-def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
+def allocations(worker: Any) -> int:
+    """How often a worker's process has taken memory from its GPU. vLLM calls it in each worker."""
     import torch
 
+    return torch.cuda.memory_stats().get("num_device_alloc", 0)
+
+
+def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size
     count = batch or min(MOST, room // (case.context + NEW + cache.block_size))
     ids = prompts(count, case.context)
     first, _ = step_times(llm, ids, 1)  # fills the cache, so that all requests decode at once below
-    before = torch.cuda.memory_stats().get("num_device_alloc")
+    before = llm.collective_rpc(allocations)
     _, times = step_times(llm, ids, NEW)
     timed = times[WARM:]
     return {
@@ -149,7 +156,7 @@ def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
         "tpot_ms": 1e3 * statistics.median(timed) if timed else None,
         "quartiles_ms": [1e3 * each for each in statistics.quantiles(timed, n=4)] if len(timed) > 1 else None,
         "cache_tokens": room, "page": cache.block_size,
-        "device_allocations": [before, torch.cuda.memory_stats().get("num_device_alloc")],
+        "device_allocations": [after - n for n, after in zip(before, llm.collective_rpc(allocations), strict=True)],
     }  # fmt: skip
 
 
@@ -221,21 +228,31 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
         keep({"case": "reads", "read_of_dense": longreach.vllm.report(llm).fraction("decode")})
 
 
+def place(one: dict[str, Any]) -> tuple[str, str]:
+    """What a measurement is compared by."""
+    return one["case"], FITS if one.get("fits") else str(one["batch"])
+
+
 def show(found: list[dict[str, Any]], method: str) -> None:
     """Print the times of a method, and their ratio to FLASH_ATTN's."""
-    plain = {(one["case"], one.get("fits") or one.get("batch")): one for one in found if one["method"] == PLAIN}
+    plain = {place(one): one for one in found if one["method"] == PLAIN and one["case"] in CASES}
     for one in (each for each in found if each["method"] == method and each["case"] in CASES):
-        case, key = CASES[one["case"]], next(k for k in ("tpot_ms", "ttft_ms", "tpot_p50_ms") if k in one)
-        base, text = plain.get((one["case"], one.get("fits") or one["batch"])), "not measured"
-        if one[key] is not None:
-            text = f"{one[key]:.3f} ms"
-            if base is not None and base[key] is not None and method != PLAIN:
-                # batches that fit may differ: then times of a token are compared, over all requests
-                text += f"  {base[key] / base['batch'] / (one[key] / one['batch']):.3f}x of {PLAIN}"
+        case, base = CASES[one["case"]], plain.get(place(one))
+        for key in SHOWN[case.kind]:
+            text = f"{one['case']} {method} batch {one['batch']}: {key} " + (
+                "-" if one[key] is None else f"{one[key]:.3f}"
+            )
+            if method != PLAIN and base is not None and base[key] and one[key]:
+                ratio = base[key] / one[key]
+                if key == "tokens_per_second":
+                    ratio = 1 / ratio
+                elif one.get("fits"):  # the batches may differ: tokens of all requests in a time are compared
+                    ratio *= one["batch"] / base["batch"]
+                text += f"  {ratio:.3f}x of {PLAIN}" + (f" with batch {base['batch']}" if one.get("fits") else "")
                 least = case.least.get(FIT if one.get("fits") else one["batch"])
-                if least is not None and method.split()[0] == "kascade":
+                if least is not None and method.split()[0] == "kascade" and key == SHOWN[case.kind][0]:
                     text += f" (to reach: {least}x)"
-        print(f"{one['case']} {method} batch {one['batch']}: {text}", flush=True)
+            print(text, flush=True)
 
 
 def main() -> None:
@@ -243,6 +260,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="+", choices=list(CASES))
     parser.add_argument("--methods", nargs="*", help=f"of those that the cases name; {PLAIN} is one of each case")
     parser.add_argument("--out", type=Path, required=True, help="a file that gets one JSON line a measurement")
+    parser.add_argument("--append", action="store_true", help="to a file of this GPU that has lines already")
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"], help="fewer, to try this script")
     parser.add_argument("--seconds", type=int, default=1800, help="for one method's engine, at most")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -253,7 +271,11 @@ def main() -> None:
         return
     if len({CASES[name].ranks for name in given.cases}) > 1:
         parser.error("cases of one and of two GPUs cannot share an engine: measure tpot-2gpu alone")
+    if given.out.exists() and not given.append:
+        parser.error(f"{given.out} exists: name another file, or add to it with --append")
+    failed = False
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for `allocations`, a function sent to workers
     named = dict.fromkeys((PLAIN, *(method for name in given.cases for method in CASES[name].methods)))
     with tempfile.TemporaryDirectory() as folder:  # one for all: vLLM compiles a model once for each folder
         make_model(Path(folder), given.layers)
@@ -266,9 +288,11 @@ def main() -> None:
             except subprocess.TimeoutExpired as error:
                 said = f"more than {given.seconds} s\n{(error.stderr or b'').decode(errors='replace')}"
             if said:
+                failed = True
                 print(f"{method}: failed\n{said[-4000:]}", flush=True)
             lines = given.out.read_text().splitlines() if given.out.exists() else []
             show([json.loads(line) for line in lines], method)
+    sys.exit(1 if failed else 0)
 
 
 if __name__ == "__main__":
