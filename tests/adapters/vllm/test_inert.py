@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_without_the_key_vllm_is_as_it_is() -> None:
-    """Log-probabilities to the bit, beside an engine of a process that loads no plug-in."""
+    """Log-probabilities to the bit, of this engine and one of a process that loads no plug-in."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     ids = prompts(900, 300)

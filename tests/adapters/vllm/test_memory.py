@@ -1,4 +1,4 @@
-"""The memory that a method takes beside vLLM's cache. Without vLLM, and without a GPU."""
+"""The memory that a method takes in addition to vLLM's cache. Without vLLM, and without a GPU."""
 
 from __future__ import annotations
 

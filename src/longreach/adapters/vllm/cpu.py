@@ -53,7 +53,7 @@ class CPUImpl(LongreachImpl, CPUAttentionBackendImpl):
     """CPU_ATTN's kernels read a layout of their own, with keys transposed within a page.
 
     longreach keeps keys and values as rows, which methods read in place. The keys and values of prompts are copied to
-    CPU_ATTN's layout in every pass that attends to them: few bytes beside the products of a prompt.
+    CPU_ATTN's layout in every pass that attends to them. With short chunks of long prompts that takes time.
     """
 
     kernels = "CPU_ATTN"

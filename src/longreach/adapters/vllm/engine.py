@@ -99,7 +99,7 @@ class Engine:
         self._pages.add(page)
         if len(self._pages) > 1 and self.method.keeps == "tokens":
             raise Unsupported(
-                f"{self.method.name} keeps state beside pages of keys, and vLLM has pages of {sorted(self._pages)} "
+                f"{self.method.name} keeps state with the pages of keys, and vLLM has pages of {sorted(self._pages)} "
                 f"slots for this model, which it may copy in part; use a method that keeps nothing"
             )
         whole = (layer.number for layer in self.layers.values() if layer.window is None)

@@ -26,7 +26,9 @@ class Rotation:
         attention = model.get_submodule(name.rpartition(".")[0])
         rotary = getattr(attention, "rotary_emb", None)
         if not hasattr(rotary, "cos_sin_cache") or not hasattr(rotary, "is_neox_style"):
-            raise Unsupported(f"{name}: expected a rotary embedding beside it (rotary_emb); use another decode method")
+            raise Unsupported(
+                f"{name}: expected a rotary embedding in the same module (rotary_emb); use another decode method"
+            )
         return cls(rotary)
 
     def angles(self, pos: Tensor) -> RotaryAngles:

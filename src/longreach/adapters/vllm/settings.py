@@ -1,4 +1,4 @@
-"""longreach's part of an engine's additional config: `{"longreach": {"decode": "kascade k=0.1"}}`."""
+"""longreach's part of an engine's additional config: `{"longreach": {"decode": "quest"}}`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from longreach.methods.base import AttentionMethod
 from longreach.methods.registry import choose
 
 KEY = "longreach"
-EXAMPLE = '{"longreach": {"decode": "kascade k=0.1"}}'
+EXAMPLE = '{"longreach": {"decode": "quest"}}'
 # methods that work on vLLM's pages; the others need queries of the whole prompt, host memory or a converted model
 METHODS = ("dense", "streaming_llm", "kascade", "omnikv", "less_is_more", "quest", "loki", "mac")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """decode: the method that attends for new tokens."""
+    """decode: the method of new tokens."""
 
     decode: AttentionMethod
 
