@@ -30,7 +30,7 @@ class Step:
 class Metadata:
     """Passed by vLLM to the layers of one KV cache group. decode, prompt: rows of either kind, None if there are none.
 
-    batch: the requests that read prompts, as vLLM's own kernels take them; None where longreach computes it.
+    batch: the requests that read prompts, as vLLM's own kernels take them; None where longreach's kernels read them.
     """
 
     step: Step
