@@ -16,7 +16,9 @@ import longreach
 from tests.adapters.vllm import engines
 from tests.adapters.vllm.engines import answers, engine, ragged
 
-pytestmark = [pytest.mark.vllm, pytest.mark.gpu]
+pytestmark = [
+    pytest.mark.vllm, pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]  # fmt: skip
 MAC = "mac tau=0.3 window=64 band=32 min_context=0 rest_rows=null"
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "enforce_eager": False, "attention_backend": "CUSTOM", "gpu_memory_utilization": 0.3,
