@@ -38,6 +38,8 @@ def test_what_vllm_reads_to_warm_up_is_not_counted(monkeypatch: pytest.MonkeyPat
     wrapped = Worker.compile_or_warm_up_model
     warm_up.install()
     assert Worker.compile_or_warm_up_model is wrapped
+    plain = SimpleNamespace(vllm_config=SimpleNamespace(additional_config={"another": 1}))
+    assert wrapped(plain) == "times"
     with engine("kascade") as llm:
         answers(llm, prompts(300), 4)
         assert longreach.vllm.report(llm).layers

@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from longreach.adapters.vllm.engine import engine_of
+from longreach.adapters.vllm.settings import Settings
 
 MARK = "_longreach"  # on what has been wrapped
 
@@ -21,7 +22,8 @@ def install() -> None:
     @functools.wraps(plain)
     def compile_or_warm_up_model(self: Any) -> Any:
         found = plain(self)
-        engine_of(self.vllm_config).forget_reads()
+        if Settings.of(self.vllm_config) is not None:  # else another engine of this process
+            engine_of(self.vllm_config).forget_reads()
         return found
 
     setattr(compile_or_warm_up_model, MARK, True)
