@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from math import prod
-from typing import overload
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from longreach.cache.layout import Layout
 from longreach.cache.tiers import STAGING, HostAttend, MemoryUse, Tiers
 
 
-class LayerMemory(Sequence[Pair | None]):
+class LayerMemory:
     """K and V of each layer, [P, G, page, D] each, or None. The same tensor twice is one memory for both.
 
     in_host: layers whose memory is the host's. resident: layers that stay in device memory first.
@@ -33,11 +32,7 @@ class LayerMemory(Sequence[Pair | None]):
     def __len__(self) -> int:
         return len(self._held)
 
-    @overload
-    def __getitem__(self, layer: int) -> Pair | None: ...
-    @overload
-    def __getitem__(self, layer: slice) -> list[Pair | None]: ...
-    def __getitem__(self, layer: int | slice) -> Pair | list[Pair | None] | None:
+    def __getitem__(self, layer: int) -> Pair | None:
         return self._held[layer]
 
     def __iter__(self) -> Iterator[Pair | None]:

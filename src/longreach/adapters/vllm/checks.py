@@ -20,7 +20,7 @@ from longreach.ops import HeadShard, KVView, Rows
 from longreach.runtime.state import check_blocks
 
 logger = logging.getLogger("vllm.longreach")  # a child of vLLM's, so that it is shown as vLLM's are
-PLAIN_CACHES = ("auto", "float16", "bfloat16", "float32")
+PLAIN_CACHES = ("auto", "float16", "bfloat16")
 CUDA = "longreach.adapters.vllm.cuda.FlashBackend"  # registered as CUSTOM
 
 
@@ -43,20 +43,31 @@ def check_engine(config: Any) -> None:
             "longreach in vLLM does not work with heads that differ by layer (as in Gemma-4); use longreach.generate"
         )
     settings.decode.check(shape)
-    ranks = _checked_ranks(config, shape)
+    _check_ranks(config, shape)
     _check_requests(config, settings)
+    if config.cache_config.block_size is not None:  # else the worker chooses pages, and checks them
+        _check_state(config, settings.decode, shape)
+        _tell_memory(config, settings.decode, shape)
+
+
+def _check_state(config: Any, method: AttentionMethod, shape: ModelShape) -> None:
+    """Raise Unsupported for pages that do not fit the method, or a head map that crosses ranks."""
+    ranks = config.parallel_config.tensor_parallel_size
+    shard = HeadShard(0, shape.kv_heads // ranks, shape.kv_heads)
     page, dtype = config.cache_config.block_size, config.model_config.dtype
-    if page is not None:
-        part = None if ranks == 1 else HeadShard(0, shape.kv_heads // ranks, shape.kv_heads, lambda x: x)
-        with contextlib.suppress(InvalidInput):  # a layer outside a plan has a window: the worker knows which have
-            check_pages(settings.decode, shape, page, dtype, range(shape.layers), part)
-        needs = Needs.of_engine(config, settings.decode, shape, ranks)
-        logger.info(
-            "longreach decodes by %s. For max_num_seqs=%d requests of max_model_len=%d tokens it takes %.2f GiB of a "
-            "GPU, %.2f GiB more while a layer attends, and %.0f%% as much again as keys and values",
-            settings.decode.name, config.scheduler_config.max_num_seqs, config.model_config.max_model_len,
-            (needs.sequences + needs.captured) / 2**30, needs.workspace / 2**30, 100 * needs.page / needs.keys,
-        )  # fmt: skip
+    with contextlib.suppress(InvalidInput):  # a layer outside a plan has a window: the worker knows which have
+        check_pages(method, shape, page, dtype, range(shape.layers), shard)
+
+
+def _tell_memory(config: Any, method: AttentionMethod, shape: ModelShape) -> None:
+    """Write the memory that the method takes to vLLM's log."""
+    needs = Needs.of_engine(config, method, shape)
+    logger.info(
+        "longreach decodes by %s. For max_num_seqs=%d requests of max_model_len=%d tokens it takes %.2f GiB of a GPU, "
+        "%.2f GiB more while a layer attends, and %.0f%% as much again as keys and values",
+        method.name, config.scheduler_config.max_num_seqs, config.model_config.max_model_len,
+        (needs.sequences + needs.captured) / 2**30, needs.workspace / 2**30, 100 * needs.page / needs.keys,
+    )  # fmt: skip
 
 
 def bare_call(layer: int, k: Tensor, shape: ModelShape, shard: HeadShard | None) -> LayerCall:
@@ -74,9 +85,9 @@ def check_pages(
 ) -> None:  # fmt: skip
     """Raise Unsupported if the method's blocks of keys do not divide pages of `page` slots, or its plan needs what
     another rank chooses."""
-    heads = shape.kv_heads if shard is None else shard.count
+    own = shard or HeadShard.whole(shape.kv_heads)
     for layer in layers:
-        k = torch.empty(1, heads, page, shape.head_dim, dtype=dtype, device="meta")
+        k = torch.empty(1, own.count, page, shape.head_dim, dtype=dtype, device="meta")
         call = bare_call(layer, k, shape, shard)
         state = method.new_state(call, 1)
         try:
@@ -156,14 +167,13 @@ def _check_backend(config: Any) -> None:
         )
 
 
-def _checked_ranks(config: Any, shape: ModelShape) -> int:
-    ranks: int = config.parallel_config.tensor_parallel_size
+def _check_ranks(config: Any, shape: ModelShape) -> None:
+    ranks = config.parallel_config.tensor_parallel_size
     if shape.kv_heads % ranks:
         raise Unsupported(
             f"tensor_parallel_size={ranks}: longreach needs as many KV heads on each rank, and the model has "
             f"{shape.kv_heads}; use a divisor of {shape.kv_heads}"
         )
-    return ranks
 
 
 def _check_requests(config: Any, settings: Settings) -> None:

@@ -48,8 +48,7 @@ class Engine:
         self.device = torch.device(config.device_config.device_type)
         self.max_requests: int = config.scheduler_config.max_num_seqs
         self.graphs = bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
-        ranks = 1 if self.shard is None else self.shard.total // self.shard.count
-        self.reservation = Reservation(Needs.of_engine(config, self.method, self.shape, ranks), config)
+        self.reservation = Reservation(Needs.of_engine(config, self.method, self.shape), config)
         self.layers: dict[int, Layer] = {}
         self.rotations: dict[int, Rotation] = {}
         self.batch_slots: Tensor | None = None
@@ -102,19 +101,21 @@ class Engine:
                 f"{self.method.name} keeps state with the pages of keys, and vLLM has pages of {sorted(self._pages)} "
                 f"slots for this model, which it may copy in part; use a method that keeps nothing"
             )
-        whole = (layer.number for layer in self.layers.values() if layer.window is None)
-        check_pages(self.method, self.shape, page, dtype, whole, self.shard)
+        numbers = [layer.number for layer in self._layers_without_window()]
+        check_pages(self.method, self.shape, page, dtype, numbers, self.shard)
 
     def allocate(self) -> None:
         """Make the state of all layers, of the size of vLLM's cache. Once for each cache, before its first step."""
         if self._allocated:
             return
-        for layer in self.layers.values():
-            if layer.window is None:
-                self.store.get(
-                    self.method, bare_call(layer.number, keys_of(layer.module.kv_cache), self.shape, self.shard)
-                )
+        for layer in self._layers_without_window():
+            keys = keys_of(layer.module.kv_cache)
+            self.store.get(self.method, bare_call(layer.number, keys, self.shape, self.shard))
         self._allocated = True
+
+    def _layers_without_window(self) -> list[Layer]:
+        """The layers whose attention the method computes."""
+        return [layer for layer in self.layers.values() if layer.window is None]
 
     # requests, for a method that keeps state of sequences
 

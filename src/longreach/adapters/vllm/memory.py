@@ -51,8 +51,9 @@ class Needs:
         )
 
     @classmethod
-    def of_engine(cls, config: Any, method: AttentionMethod, model: ModelShape, ranks: int) -> Needs:
+    def of_engine(cls, config: Any, method: AttentionMethod, model: ModelShape) -> Needs:
         """config: a VllmConfig."""
+        ranks = config.parallel_config.tensor_parallel_size
         requests, compilation = config.scheduler_config.max_num_seqs, config.compilation_config
         # vLLM measures the graphs of model runner V1 itself
         graphs = compilation.cudagraph_mode.has_full_cudagraphs() and config.use_v2_model_runner
@@ -73,7 +74,8 @@ class Reservation:
 
     def __init__(self, needs: Needs, config: Any):
         self.needs = needs
-        self._takes = config.cache_config.kv_cache_memory_bytes is None  # else the user fixed the cache's size
+        cache_size_given_by_user = config.cache_config.kv_cache_memory_bytes is not None
+        self._may_take = not cache_size_given_by_user  # else vLLM measures nothing
         self._share = config.cache_config.gpu_memory_utilization
         self._held: Tensor | None = None
 
@@ -82,7 +84,7 @@ class Reservation:
 
         Nothing is taken after `release`. Raises OutOfMemory if it is not there.
         """
-        if device.type != "cuda" or self._held is not None or not self._takes:
+        if device.type != "cuda" or self._held is not None or not self._may_take:
             return
         free, total = torch.cuda.mem_get_info(device)
         hold = self.needs.held(max(0, int(total * self._share) - (total - free)))
@@ -106,4 +108,4 @@ class Reservation:
 
         Passes without metadata follow, by which vLLM captures graphs.
         """
-        self._held, self._takes = None, False
+        self._held, self._may_take = None, False

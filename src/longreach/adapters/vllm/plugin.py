@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from longreach.adapters.vllm import versions
 from longreach.adapters.vllm.checks import CUDA, check_engine
 from longreach.adapters.vllm.settings import KEY, Settings
+from longreach.adapters.vllm.wrapping import wrap_once
 from longreach.errors import UnknownName
 
 CPU = "longreach.adapters.vllm.cpu.CPUBackend"
-MARK = "_longreach"  # on what has been wrapped
 
 
 def install() -> None:
@@ -39,17 +39,18 @@ def _check_engines() -> None:
     """Check each configuration that this process makes for an engine, before a model is loaded."""
     from vllm.engine.arg_utils import EngineArgs
 
-    plain = EngineArgs.create_engine_config
-    if hasattr(plain, MARK):
-        return
+    wrap_once(EngineArgs, "create_engine_config", _checking)
 
-    @functools.wraps(plain)
+
+def _checking(plain: Callable[..., Any]) -> Callable[..., Any]:
     def create_engine_config(self: Any, *args: Any, **options: Any) -> Any:
         given = self.additional_config
-        if not isinstance(given, dict) or KEY not in given:
-            alike = [key for key in given if str(key).lower() == KEY] if isinstance(given, dict) else []
-            if alike:
-                raise UnknownName("key of the additional config", alike[0], (KEY,))
+        if not isinstance(given, dict):
+            return plain(self, *args, **options)
+        if KEY not in given:
+            for key in given:
+                if str(key).lower() == KEY:
+                    raise UnknownName("key of the additional config", key, (KEY,))
             return plain(self, *args, **options)
         versions.current().prepare_process()
         Settings.read(given[KEY])
@@ -57,5 +58,4 @@ def _check_engines() -> None:
         check_engine(config)
         return config
 
-    setattr(create_engine_config, MARK, True)
-    EngineArgs.create_engine_config = create_engine_config
+    return create_engine_config

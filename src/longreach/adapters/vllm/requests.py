@@ -6,24 +6,24 @@ preempted request comes back as a new one: it reads its prompt and its answer ag
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from longreach.adapters.vllm.engine import Engine, engine_of
 from longreach.adapters.vllm.settings import Settings
+from longreach.adapters.vllm.wrapping import wrap_once
 
 
 def install() -> None:
     """Give models of engines whose method keeps state of sequences a ModelState of ours. Once a process."""
     from vllm.v1.worker.gpu import model_runner
 
-    plain = model_runner.init_model_state
-    if hasattr(plain, "__wrapped__"):
-        return
+    wrap_once(model_runner, "init_model_state", _with_slots)
 
-    @functools.wraps(plain)
+
+def _with_slots(plain: Callable[..., Any]) -> Callable[..., Any]:
     def init_model_state(vllm_config: Any, model: Any, *args: Any, **options: Any) -> Any:
         settings = Settings.of(vllm_config)
         if settings is not None and settings.decode.keeps == "sequences":
@@ -31,7 +31,7 @@ def install() -> None:
             model.get_model_state_cls = lambda: kind  # vLLM uses the class that a model names
         return plain(vllm_config, model, *args, **options)
 
-    model_runner.init_model_state = init_model_state
+    return init_model_state
 
 
 def state_class(model: Any) -> type[Any]:

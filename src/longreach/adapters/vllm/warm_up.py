@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable
 from typing import Any
 
 from longreach.adapters.vllm.engine import engine_of
 from longreach.adapters.vllm.settings import Settings
-
-MARK = "_longreach"  # on what has been wrapped
+from longreach.adapters.vllm.wrapping import wrap_once
 
 
 def install() -> None:
-    """Forget what an engine has read when its worker has warmed up. Once a process."""
+    """Let workers forget what they read to warm up. Once a process."""
     from vllm.v1.worker.gpu_worker import Worker
 
-    plain = Worker.compile_or_warm_up_model
-    if hasattr(plain, MARK):
-        return
+    wrap_once(Worker, "compile_or_warm_up_model", _forgetting)
 
-    @functools.wraps(plain)
+
+def _forgetting(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def compile_or_warm_up_model(self: Any) -> Any:
-        found = plain(self)
-        if Settings.of(self.vllm_config) is not None:  # else another engine of this process
+        result = plain(self)
+        if Settings.of(self.vllm_config) is not None:  # else it is an engine without longreach in the same process
             engine_of(self.vllm_config).forget_reads()
-        return found
+        return result
 
-    setattr(compile_or_warm_up_model, MARK, True)
-    Worker.compile_or_warm_up_model = compile_or_warm_up_model
+    return compile_or_warm_up_model

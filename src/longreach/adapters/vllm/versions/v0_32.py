@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
+from collections.abc import Callable
 from typing import Any
+
+from longreach.adapters.vllm.wrapping import wrap_once
 
 
 def prepare_process() -> None:
@@ -14,11 +16,10 @@ def prepare_process() -> None:
     """
     from vllm.triton_utils import dispatcher
 
-    plain = dispatcher._rebind_kernels
-    if hasattr(plain, "__wrapped__"):
-        return
+    wrap_once(dispatcher, "_rebind_kernels", _without_llvmlite)
 
-    @functools.wraps(plain)
+
+def _without_llvmlite(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     def rebind(overrides: Any) -> None:
         held = {name: sys.modules.pop(name) for name in tuple(sys.modules) if name.partition(".")[0] == "llvmlite"}
         try:
@@ -26,7 +27,7 @@ def prepare_process() -> None:
         finally:
             sys.modules.update(held)
 
-    dispatcher._rebind_kernels = rebind
+    return rebind
 
 
 def cpu_isa(layer: Any) -> str:
