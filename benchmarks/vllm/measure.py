@@ -148,7 +148,6 @@ def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     count = batch or min(MOST, room // (case.context + NEW + cache.block_size))
     ids = prompts(count, case.context)
     first, _ = step_times(llm, ids, 1)  # fills the cache, so that all requests decode at once below
-    before = llm.collective_rpc(allocations)
     _, times = step_times(llm, ids, NEW)
     timed = times[WARM:]
     return {
@@ -156,7 +155,6 @@ def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
         "tpot_ms": 1e3 * statistics.median(timed) if timed else None,
         "quartiles_ms": [1e3 * each for each in statistics.quantiles(timed, n=4)] if len(timed) > 1 else None,
         "cache_tokens": room, "page": cache.block_size,
-        "device_allocations": [after - n for n, after in zip(before, llm.collective_rpc(allocations), strict=True)],
     }  # fmt: skip
 
 
@@ -204,7 +202,7 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
 
     begun = time.perf_counter()
     llm = engine(folder, method, [CASES[name] for name in names])
-    started = time.perf_counter() - begun
+    started, at_start = time.perf_counter() - begun, llm.collective_rpc(allocations)
     head, dirty = commit()
     of = {
         "method": method, "gpu": torch.cuda.get_device_name(0), "vllm": vllm.__version__, "torch": torch.__version__,
@@ -213,8 +211,10 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
     }  # fmt: skip
 
     def keep(found: dict[str, Any]) -> None:
+        now = llm.collective_rpc(allocations)
+        since = [after - before for before, after in zip(at_start, now, strict=True)]
         with out.open("a") as stream:
-            stream.write(json.dumps(found | of) + "\n")
+            stream.write(json.dumps(found | of | {"allocations_since_start": since}) + "\n")
 
     step_times(llm, prompts(1, K, seed=3000), 16)
     for name in names:
@@ -239,9 +239,10 @@ def show(found: list[dict[str, Any]], method: str) -> None:
     for one in (each for each in found if each["method"] == method and each["case"] in CASES):
         case, base = CASES[one["case"]], plain.get(place(one))
         for key in SHOWN[case.kind]:
-            text = f"{one['case']} {method} batch {one['batch']}: {key} " + (
-                "-" if one[key] is None else f"{one[key]:.3f}"
-            )
+            value = "not measured"
+            if one[key] is not None:
+                value = f"{one[key]:.3f}"
+            text = f"{one['case']} {method} batch {one['batch']}: {key} {value}"
             if method != PLAIN and base is not None and base[key] and one[key]:
                 ratio = base[key] / one[key]
                 if key == "tokens_per_second":
@@ -279,7 +280,9 @@ def main() -> None:
     named = dict.fromkeys((PLAIN, *(method for name in given.cases for method in CASES[name].methods)))
     with tempfile.TemporaryDirectory() as folder:  # one for all: vLLM compiles a model once for each folder
         make_model(Path(folder), given.layers)
-        for method in (each for each in named if given.methods is None or each in given.methods):
+        for method in named:
+            if given.methods is not None and method not in given.methods:
+                continue
             cases = [name for name in given.cases if method in (PLAIN, *CASES[name].methods)]
             command = [sys.executable, __file__, *cases, "--out", str(given.out), "--one", json.dumps([folder, method])]
             try:
