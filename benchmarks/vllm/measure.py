@@ -131,7 +131,8 @@ def step_times(llm: Any, ids: list[dict[str, list[int]]], new: int) -> tuple[flo
             times.append(now - last)
         if len(counts) == len(ids) and not read:
             read = now - begun
-        last = now
+        if found:  # an engine that schedules ahead returns nothing while its queue is not full
+            last = now
     return read, times
 
 
