@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from longreach.errors import InvalidInput
 from tests.doc_tables import ROOT
 
 
@@ -81,3 +82,36 @@ def test_scores_that_are_all_equal_have_an_interval() -> None:
     assert mean == 1.0 and other == 0.95 and abs(mean - other) < half < 0.2
     mean, half, _ = compare({"a": [1.0, 0.0] * 10}, {"a": [1.0] * 20})
     assert mean == 0.5 and 0.2 < half < 0.25
+
+
+FACTS = {
+    "commit": "abc", "dirty": False, "gpu": "abacus", "vllm": "1", "torch": "2", "layers": 32, "ranks": 1,
+    "start_seconds": 9.0, "allocations_since_start": [1],
+}  # fmt: skip
+
+
+def test_a_record_has_targets_and_engines() -> None:
+    found = [*lines("FLASH_ATTN", 9.0, 20.0, 28.0, 6), *lines("kascade", 6.0, 12.5, 14.0, 5)]
+    found += [{"case": "reads", "method": "kascade", "read_of_dense": 0.2, "allocations_since_start": [3]}]
+    made = script("record").record([FACTS | line for line in found])
+    assert made["commit"] == "abc" and made["device"]["name"] == "abacus" and list(made["cases"]) == ["tpot-128k"]
+    assert [(one["of"], round(one["got"], 3), one["reached"]) for one in made["cases"]["tpot-128k"]["targets"]] == [
+        ("kascade, batch 1", 1.5, True),
+        ("kascade, batch 4", 1.6, False),
+        ("kascade, batch as many as fit", 1.667, False),
+    ]
+    assert made["engines"] == [
+        {"method": "FLASH_ATTN", "ranks": 1, "start_seconds": 9.0, "allocations_since_start": [1]},
+        {
+            "method": "kascade", "ranks": 1, "start_seconds": 9.0, "read_of_dense": 0.2, "allocations_since_start": [3],
+        },
+    ]  # fmt: skip
+    assert made["cases"]["tpot-128k"]["measurements"][0] == {
+        "batch": 1, "fits": False, "method": "FLASH_ATTN", "tpot_ms": 9.0,
+    }  # fmt: skip
+
+
+def test_lines_of_two_commits_make_no_record() -> None:
+    found = [FACTS | line for line in lines("FLASH_ATTN", 9.0, 20.0, 28.0, 6)]
+    with pytest.raises(InvalidInput, match=r"differ in commit \['abc', 'def'\]"):
+        script("record").record([*found, found[0] | {"commit": "def"}])

@@ -40,6 +40,7 @@ FITS = "as many as fit"
 FIT = 0  # a batch of as many requests as fit
 NEW, WARM = 80, 16  # tokens of an answer in a step's time, and those of them that are not timed
 PLAIN = "FLASH_ATTN"
+DENSE = 0.97  # speed over FLASH_ATTN that dense is to reach
 
 
 @dataclass(frozen=True)
@@ -234,26 +235,53 @@ def place(one: dict[str, Any]) -> tuple[str, str]:
     return one["case"], FITS if one.get("fits") else str(one["batch"])
 
 
+def plain_of(one: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """FLASH_ATTN's measurement of the same place."""
+    return next((each for each in found if each["method"] == PLAIN and place(each) == place(one)), None)
+
+
+def over_plain(one: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, float]:
+    """How many times as fast a measurement is as FLASH_ATTN's of the same place, by the names of its times.
+
+    Where as many requests as fit decode, their numbers may differ: tokens of all requests in a time are compared.
+    """
+    base = plain_of(one, found)
+    if base is None or one["method"] == PLAIN:
+        return {}
+    ratios = dict[str, float]()
+    for key in SHOWN[CASES[one["case"]].kind]:
+        if not base[key] or not one[key]:
+            continue
+        ratios[key] = base[key] / one[key]
+        if key == "tokens_per_second":
+            ratios[key] = one[key] / base[key]
+        elif one.get("fits"):
+            ratios[key] *= one["batch"] / base["batch"]
+    return ratios
+
+
+def least(one: dict[str, Any]) -> float | None:
+    """What a measurement is to reach in the first of its ratios."""
+    method, case = one["method"].split()[0], CASES[one["case"]]
+    if method == "dense" and case.kind == "tpot":
+        return DENSE
+    return case.least.get(FIT if one.get("fits") else one["batch"]) if method == "kascade" else None
+
+
 def show(found: list[dict[str, Any]], method: str) -> None:
     """Print the times of a method, and their ratio to FLASH_ATTN's."""
-    plain = {place(one): one for one in found if one["method"] == PLAIN and one["case"] in CASES}
-    for one in (each for each in found if each["method"] == method and each["case"] in CASES):
-        case, base = CASES[one["case"]], plain.get(place(one))
-        for key in SHOWN[case.kind]:
-            value = "not measured"
-            if one[key] is not None:
-                value = f"{one[key]:.3f}"
+    timed = [one for one in found if one["case"] in CASES]
+    for one in (each for each in timed if each["method"] == method):
+        ratios, base, keys = over_plain(one, timed), plain_of(one, timed), SHOWN[CASES[one["case"]].kind]
+        for key in keys:
+            value = "not measured" if one[key] is None else f"{one[key]:.3f}"
             text = f"{one['case']} {method} batch {one['batch']}: {key} {value}"
-            if method != PLAIN and base is not None and base[key] and one[key]:
-                ratio = base[key] / one[key]
-                if key == "tokens_per_second":
-                    ratio = 1 / ratio
-                elif one.get("fits"):  # the batches may differ: tokens of all requests in a time are compared
-                    ratio *= one["batch"] / base["batch"]
-                text += f"  {ratio:.3f}x of {PLAIN}" + (f" with batch {base['batch']}" if one.get("fits") else "")
-                least = case.least.get(FIT if one.get("fits") else one["batch"])
-                if least is not None and method.split()[0] == "kascade" and key == SHOWN[case.kind][0]:
-                    text += f" (to reach: {least}x)"
+            if key in ratios:
+                text += f"  {ratios[key]:.3f}x of {PLAIN}"
+                if base is not None and one.get("fits"):
+                    text += f" with batch {base['batch']}"
+                if key == keys[0] and least(one) is not None:
+                    text += f" (to reach: {least(one)}x)"
             print(text, flush=True)
 
 

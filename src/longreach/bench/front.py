@@ -80,6 +80,8 @@ RESULTS = (
            "host-96k-b1", "magicpig (10,75) group", "speed over"),
     Result("first token after 16K of stored documents, `a3`", "as fast as an exact prefill", "fusion", "fusion-16k",
            "a3 0.15", "speed over prefill"),
+    Result("a token at 128K, batch 4, in vLLM, `kascade`", "as fast as vLLM's FlashAttention", "vllm-times",
+           "tpot-128k", "kascade, batch 4", "speed over"),
     Result("a token of `attach` + `model.generate`, dense, 32K", "the time of `longreach.generate`", "user",
            "user-32k-b1", "attach + model.generate, captured", "time over"),
 )  # fmt: skip
@@ -153,7 +155,7 @@ def measured(results: Path) -> str:
 
 def _got(results: Path, row: Result) -> float | None:
     path = results / f"{row.record}.json"
-    cases = read_cases(path)["cases"] if path.is_file() else {}
+    cases = read(path)["cases"] if path.is_file() else {}
     found = (
         t["got"]
         for t in cases.get(row.case, {}).get("targets", [])
