@@ -1,10 +1,11 @@
 """Scores of RULER through vLLM and those of longreach's own loop, on longreach-mini in bf16.
 
-python3 benchmarks/vllm/quality.py --lengths 4096 16384 --samples 20 --out FILE [--methods "quest dense_layers=[0]" ...]
+python3 benchmarks/vllm/quality.py --lengths 4096 16384 --samples 20 --out RECORD [--methods "quest k=0.2" ...]
 
-Both answer the same prompts greedily. The loop runs first (`longreach.evaluate`), then an engine for each method, each
-in a process of its own. A method agrees if its score through vLLM lies within the 95% interval of its score through the
-loop, over prompts of all tasks. Exit code 1 if one does not.
+Both answer the same prompts greedily. The loop (`longreach.evaluate`) and an engine for each method have processes of
+their own, one for each GPU at a time. A method agrees if its score through vLLM lies within the 95% interval of its
+score through the loop, over prompts of all tasks. Exit code 1 if one does not, or fails. What the record has already
+from the same commit and prompts is not measured again.
 """
 
 from __future__ import annotations
@@ -16,52 +17,63 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from torch import cuda
 
-from longreach.records import wilson
+import longreach
+from longreach.errors import InvalidInput
+from longreach.records import environment, wilson, write
+from longreach.records.record import read
+from longreach.records.weights import weights_sha256
 
 METHODS = ("dense", "streaming_llm", "quest", "omnikv", "less_is_more", "loki", "kascade", "kascade scoring=int8")
 ON_GPUS = ("mac",)  # needs model runner V2
+MINI = Path(longreach.__file__).parent / "models" / "longreach-mini"
+LOOP = "loop"
+SAME = ("commit", "dirty", "device", "samples", "lengths", "tasks", "model")  # of all parts of a record
+Scores = dict[str, dict[str, list[float]]]  # length -> task -> scores of prompts
 
 
-def own(methods: list[str], lengths: list[int], samples: int, tasks: str) -> dict[str, Any]:
-    """method -> length -> task -> scores of prompts, through longreach's loop."""
+def own(methods: list[str], lengths: list[int], samples: int, tasks: str) -> dict[str, Scores]:
+    """Scores of methods through longreach's loop."""
     import torch
-
-    import longreach
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = longreach.load("mini", dtype=torch.bfloat16, device=device)
     others = [method for method in methods if method != "dense"]
-    record = longreach.evaluate(model, tokenizer, tasks=tasks, methods=others, length=lengths, samples=samples)
-    found: dict[str, Any] = {method: {str(n): {} for n in lengths} for method in methods}
-    for entry in record["tasks"].values():
+    found = longreach.evaluate(model, tokenizer, tasks=tasks, methods=others, length=lengths, samples=samples)
+    scores: dict[str, Scores] = {method: {str(n): {} for n in lengths} for method in methods}
+    for entry in found["tasks"].values():
         for label, result in entry["results"].items():
-            scores = [answer["score"] for answer in result["answers"]]
-            if label in found:  # dense attention is always measured
-                found[label][str(entry["length"])][entry["task"]] = scores
-    return found
+            if label in scores:  # dense attention is always measured
+                answers = result["answers"]
+                scores[label][str(entry["length"])][entry["task"]] = [answer["score"] for answer in answers]
+    return scores
 
 
-def engine(method: str, lengths: list[int], samples: int, tasks: str) -> dict[str, Any]:
-    """length -> task -> scores of prompts, through vLLM."""
+def engine(method: str, lengths: list[int], samples: int, tasks: str) -> Scores:
+    """Scores of a method through vLLM."""
     import torch
     from vllm import LLM, SamplingParams
 
-    import longreach
     from longreach.evals.prompting import fitted
     from longreach.tasks import registry
 
-    mini = Path(longreach.__file__).parent / "models" / "longreach-mini"
-    options: dict[str, Any] = {"attention_backend": "CUSTOM"} if torch.cuda.is_available() else {}
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.5}  # on a CPU: of its memory
+    if torch.cuda.is_available():
+        captured = {"cudagraph_capture_sizes": [4, 16]}  # fewer kernels to compile than for vLLM's sizes
+        options = {"attention_backend": "CUSTOM", "compilation_config": captured}
     llm = LLM(
-        str(mini), dtype="bfloat16", max_model_len=max(lengths), max_num_seqs=16, enable_prefix_caching=False,
+        str(MINI), dtype="bfloat16", max_model_len=max(lengths), max_num_seqs=16, enable_prefix_caching=False,
         additional_config={"longreach": {"decode": method}}, **options,
     )  # fmt: skip
-    tokenizer, found = llm.get_tokenizer(), dict[str, Any]()
+    tokenizer, found = llm.get_tokenizer(), Scores()
     for length in lengths:
         scores = found.setdefault(str(length), {})
         for task in registry.choose(tasks):
@@ -85,47 +97,105 @@ def compare(loop: dict[str, list[float]], vllm: dict[str, list[float]]) -> tuple
     return mean, half, statistics.mean(theirs)
 
 
+def begun(given: argparse.Namespace) -> dict[str, Any]:
+    """The record with what it has already. Raises InvalidInput if it is of something else."""
+    record: dict[str, Any] = {
+        "kind": "vllm quality", "format": 1, **environment("cuda" if cuda.is_available() else "cpu"),
+        "model": {"name": MINI.name, "sha256": weights_sha256(MINI)}, "tasks": given.tasks, "samples": given.samples,
+        "lengths": given.lengths, LOOP: {}, "vllm": {},
+    }  # fmt: skip
+    if not given.out.exists():
+        return record
+    kept = read(given.out)
+    differing = [name for name in SAME if kept.get(name) != record[name]]
+    if differing:
+        raise InvalidInput(f"{given.out} has other {', '.join(differing)} than this run: name another file with --out")
+    return record | {part: kept[part] for part in (LOOP, "vllm")}
+
+
+def parts(record: dict[str, Any], methods: list[str], places: int) -> Iterator[tuple[str, list[str]]]:
+    """What is still to be measured: the loop, divided among the places, then an engine for each method."""
+    missing = [method for method in methods if method not in record[LOOP]]
+    yield from ((LOOP, missing[place::places]) for place in range(min(places, len(missing))))
+    yield from (("vllm", [method]) for method in methods if method not in record["vllm"])
+
+
+def measured(part: str, methods: list[str], given: argparse.Namespace, gpus: SimpleQueue[str | None]) -> Any:
+    """What a process of its own measures, on the next GPU that is free."""
+    gpu = gpus.get()
+    environ = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "part.json"
+            command = [
+                sys.executable, __file__, "--lengths", *map(str, given.lengths), "--samples", str(given.samples),
+                "--tasks", given.tasks, "--methods", *methods, "--out", str(out), "--part", part,
+            ]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True, env=environ)
+            if done.returncode:
+                raise RuntimeError((done.stdout + done.stderr)[-4000:])
+            return json.loads(out.read_text())
+    finally:
+        gpus.put(gpu)
+
+
+def judge(record: dict[str, Any], method: str) -> bool:
+    """Print a method's scores; whether all of them agree."""
+    agree = True
+    for length in map(str, record["lengths"]):
+        loop, half, vllm = compare(record[LOOP][method][length], record["vllm"][method][length])
+        within = abs(vllm - loop) <= half
+        agree &= within
+        shown = f"{length} {method}: loop {loop:.3f} +- {half:.3f}, vLLM {vllm:.3f}"
+        print(shown if within else f"{shown}  DIFFERENT", flush=True)
+    return agree
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", nargs="+", type=int, default=[4096, 16384])
     parser.add_argument("--samples", type=int, default=20, help="prompts of a task")
     parser.add_argument("--tasks", default="ruler")
     parser.add_argument("--methods", nargs="+", default=[*METHODS, *(ON_GPUS if cuda.is_available() else ())])
-    parser.add_argument("--out", type=Path, required=True, help="JSON of all scores")
+    parser.add_argument("--gpus", nargs="+", default=[None], help="to measure on at once, as CUDA_VISIBLE_DEVICES")
+    parser.add_argument("--out", type=Path, required=True, help="the record, with all scores")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.part:
-        part = json.loads(given.part)
-        run = own(given.methods, given.lengths, given.samples, given.tasks) if part == "own" else engine(
-            part, given.lengths, given.samples, given.tasks
-        )  # fmt: skip
-        given.out.write_text(json.dumps(run))
+        asked = given.lengths, given.samples, given.tasks
+        found = own(given.methods, *asked) if given.part == LOOP else engine(given.methods[0], *asked)
+        given.out.write_text(json.dumps(found))
         return
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    parts, differing = dict[str, Any](), 0
-    for part in ("own", *given.methods):
-        place = given.out.with_suffix(".part")
-        command = [
-            sys.executable, __file__, "--lengths", *map(str, given.lengths), "--samples", str(given.samples),
-            "--tasks", given.tasks, "--methods", *given.methods, "--out", str(place), "--part", json.dumps(part),
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            sys.exit(f"{part}: failed\n{(done.stdout + done.stderr)[-4000:]}")
-        parts[part] = json.loads(place.read_text())
-        place.unlink()
-        given.out.write_text(json.dumps(parts))
-        if part == "own":
-            continue
-        for length in map(str, given.lengths):
-            loop, half, vllm = compare(parts["own"][part][length], parts[part][length])
-            within = abs(vllm - loop) <= half
-            differing += not within
-            print(
-                f"{length} {part}: loop {loop:.3f} +- {half:.3f}, vLLM {vllm:.3f}{'' if within else '  DIFFERENT'}",
-                flush=True,
-            )
-    sys.exit(1 if differing else 0)
+    try:
+        record = begun(given)
+    except InvalidInput as error:
+        parser.error(str(error))
+    gpus, failed = SimpleQueue[str | None](), False
+    for gpu in given.gpus:
+        gpus.put(gpu)
+    told = {method for method in given.methods if method in record[LOOP] and method in record["vllm"]}
+    agree = all([judge(record, method) for method in given.methods if method in told])
+    with ThreadPoolExecutor(len(given.gpus)) as pool:
+        running = {
+            pool.submit(measured, part, methods, given, gpus): (part, methods)
+            for part, methods in parts(record, given.methods, len(given.gpus))
+        }
+        for each in as_completed(running):
+            part, methods = running[each]
+            try:
+                found = each.result()
+            except RuntimeError as error:
+                failed = True
+                print(f"{part} {', '.join(methods)}: failed\n{error}", flush=True)
+                continue
+            record[part] |= found if part == LOOP else {methods[0]: found}
+            write(given.out, record)
+            for method in given.methods:
+                if method not in told and method in record[LOOP] and method in record["vllm"]:
+                    told.add(method)
+                    agree &= judge(record, method)
+    sys.exit(1 if failed or not agree else 0)
 
 
 if __name__ == "__main__":
