@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,33 +86,113 @@ def test_scores_that_are_all_equal_have_an_interval() -> None:
 
 
 FACTS = {
-    "commit": "abc", "dirty": False, "gpu": "abacus", "vllm": "1", "torch": "2", "layers": 32, "ranks": 1,
-    "start_seconds": 9.0, "allocations_since_start": [1],
+    "commit": "abc", "dirty": False, "device": {"name": "abacus"}, "python": "3", "layers": 32, "ranks": 1,
+    "versions": {"vllm": "1"}, "start_seconds": 9.0, "allocations_since_start": [1], "options": {"max_num_seqs": 8},
 }  # fmt: skip
+PLAIN = lines("FLASH_ATTN", 9.0, 20.0, 28.0, 6)
+
+
+def run(lines: list[dict[str, Any]], started_at: float, **facts: Any) -> list[dict[str, Any]]:
+    """What an engine writes."""
+    return [FACTS | line | {"started_at": started_at} | facts for line in lines]
 
 
 def test_a_record_has_targets_and_engines() -> None:
-    found = [*lines("FLASH_ATTN", 9.0, 20.0, 28.0, 6), *lines("kascade", 6.0, 12.5, 14.0, 5)]
-    found += [{"case": "reads", "method": "kascade", "read_of_dense": 0.2, "allocations_since_start": [3]}]
-    made = script("record").record([FACTS | line for line in found])
+    reads = {"case": "reads", "method": "kascade", "read_of_dense": 0.2}
+    ours = run([*lines("kascade", 6.0, 12.5, 14.0, 5), reads], 2.0, allocations_since_start=[3])
+    made = script("record").record(run(PLAIN, 1.0) + ours)
     assert made["commit"] == "abc" and made["device"]["name"] == "abacus" and list(made["cases"]) == ["tpot-128k"]
     assert [(one["of"], round(one["got"], 3), one["reached"]) for one in made["cases"]["tpot-128k"]["targets"]] == [
         ("kascade, batch 1", 1.5, True),
         ("kascade, batch 4", 1.6, False),
         ("kascade, batch as many as fit", 1.667, False),
     ]
-    assert made["engines"] == [
-        {"method": "FLASH_ATTN", "ranks": 1, "start_seconds": 9.0, "allocations_since_start": [1]},
-        {
-            "method": "kascade", "ranks": 1, "start_seconds": 9.0, "read_of_dense": 0.2, "allocations_since_start": [3],
-        },
-    ]  # fmt: skip
+    engines = [(one["method"], one.get("read_of_dense"), one["allocations_since_start"]) for one in made["engines"]]
+    assert engines == [("FLASH_ATTN", None, [1]), ("kascade", 0.2, [3])]
     assert made["cases"]["tpot-128k"]["measurements"][0] == {
         "batch": 1, "fits": False, "method": "FLASH_ATTN", "tpot_ms": 9.0,
     }  # fmt: skip
 
 
-def test_lines_of_two_commits_make_no_record() -> None:
-    found = [FACTS | line for line in lines("FLASH_ATTN", 9.0, 20.0, 28.0, 6)]
-    with pytest.raises(InvalidInput, match=r"differ in commit \['abc', 'def'\]"):
-        script("record").record([*found, found[0] | {"commit": "def"}])
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"commit": "def"}, r"differ in commit \['\"abc\"', '\"def\"'\]"),
+        ({"versions": {"vllm": "2"}}, "differ in versions"),
+        ({"device": {"name": "slide rule"}}, "differ in GPU"),
+        ({"options": {"max_num_seqs": 9}}, "kascade and FLASH_ATTN differ in max_num_seqs"),
+    ],
+)
+def test_what_was_measured_differently_makes_no_record(facts: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        script("record").record(run(PLAIN, 1.0) + run(lines("kascade", 6.0, 12.5, 14.0, 5), 2.0, **facts))
+
+
+def test_a_measurement_is_in_a_record_once() -> None:
+    with pytest.raises(InvalidInput, match="there twice: tpot-128k of FLASH_ATTN with batch 1, "):
+        script("record").record(run(PLAIN, 1.0) + run(PLAIN, 2.0))
+
+
+class Clock:
+    """Time that passes when told."""
+
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class ScriptedEngine:
+    """vLLM's engine: each step takes some seconds, and gives each named request one token more."""
+
+    def __init__(self, clock: Clock, steps: list[tuple[float, str]]):
+        self.clock, self.steps, self.names, self.tokens = clock, steps, list[str](), dict[str, int]()
+        self.sent = list[float]()
+
+    def add_request(self, name: str, ids: Any, sampling: Any) -> None:
+        self.names.append(name)
+        self.sent.append(self.clock.now - Clock.now)
+        self.tokens[name] = 0
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.steps and self.names)
+
+    def step(self) -> list[Any]:
+        seconds, who = self.steps.pop(0)
+        self.clock.now += seconds
+        found = []
+        for number in map(int, who):
+            name = self.names[number]
+            self.tokens[name] += 1
+            found.append(SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[0] * self.tokens[name])]))
+        return found
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=lambda **given: given))
+    return Clock()
+
+
+def test_only_steps_in_which_all_requests_decode_are_timed(clock: Clock) -> None:
+    """The first call fills the engine's queue; one request decodes while another is read; one is read again."""
+    measure = script("measure")
+    measure.time = clock
+    steps = [(0.5, ""), (1, "0"), (2, "0"), (3, "01"), (0.25, "01"), (0.125, ""), (0.25, "01"), (4, "1"), (0.5, "01")]
+    llm = SimpleNamespace(llm_engine=ScriptedEngine(clock, steps))
+    read, times = measure.step_times(llm, measure.prompts(2, 8), 9)
+    assert read == 6.5 and times == [0.25, 0.375, 0.5]
+
+
+def test_requests_of_a_load_arrive_evenly(clock: Clock) -> None:
+    measure = script("measure")
+    measure.time = clock
+    case = replace(measure.CASES["load"], context=8, seconds=10)
+    engine = ScriptedEngine(clock, [(1, "0"), (1, "0"), (4, "0"), (2, "01"), (2, "1")])
+    found = measure.load(SimpleNamespace(llm_engine=engine), case, 2)
+    # the second one is to arrive after 5 s, and is sent once the step that is under way ends, after 6 s
+    assert engine.sent == [0.0, 6.0] and found["seconds"] == 10 and found["gap_p50_ms"] == 2000
+    assert found["gap_p99_ms"] == 4000 and found["tokens_per_second"] == 51.2

@@ -3,10 +3,11 @@
 python3 benchmarks/vllm/measure.py CASE ... --out FILE
 
 The model has Llama-3.1-8B's shape and random weights in bf16. Each method has an engine of its own, in a process of its
-own, one after the other, with the same options but for the attention backend; FLASH_ATTN is first. An engine runs all
-cases that name its method. TPOT is the median time of a step in which all requests decode, after 16 such steps; their
-prompts are read before, and found in vLLM's cache. TTFT is the time of one prompt until its first token. Longer prompts
-and larger batches begin with the shorter and smaller ones, whose pages are cached; requests of a batch share no page.
+own, one after the other, with the same options but for the attention backend; FLASH_ATTN is first. An engine has room
+for the longest of the named cases and runs those of its method. TPOT is the median time of a step in which all requests
+decode, after 16 such steps; their prompts are read before, and found in vLLM's cache. TTFT is the time of one prompt
+until its first token. Longer prompts and larger batches begin with the shorter and smaller ones, whose pages are
+cached; requests of a batch share no page.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -33,8 +35,7 @@ CONFIG = {
 }  # fmt: skip
 ANCHORS = (0, 2, 8, 13, 14)  # Kascade's for Llama-3.1-8B
 K = 1024
-MOST = 32  # requests, where as many run as fit
-CAPTURED = (1, 4, 8, 16, 32)  # requests of captured steps; at its first start longreach compiles kernels for each
+CAPTURED = (1, 3, 4, 6, 8, 16, 32, 112)  # requests of captured steps, those of the batches below among them
 SHOWN = {"tpot": ("tpot_ms",), "ttft": ("ttft_ms",), "load": ("tokens_per_second", "tpot_p50_ms", "gap_p99_ms")}
 FITS = "as many as fit"
 FIT = 0  # a batch of as many requests as fit
@@ -45,7 +46,10 @@ DENSE = 0.97  # speed over FLASH_ATTN that dense is to reach
 
 @dataclass(frozen=True)
 class Case:
-    """kind: tpot, ttft or load. context: tokens of a prompt. least: speed over FLASH_ATTN that kascade is to reach."""
+    """kind: tpot, ttft or load. context: tokens of a prompt. least: speed over FLASH_ATTN that kascade is to reach.
+
+    most: requests of the largest batch. seconds: in which the requests of a load arrive.
+    """
 
     kind: str
     context: int
@@ -53,16 +57,20 @@ class Case:
     methods: tuple[str, ...] = ("dense", "kascade")
     ranks: int = 1
     least: dict[int, float] = field(default_factory=dict)
+    most: int = 32
+    seconds: int = 60
 
 
 CASES = {
     "ttft": Case("ttft", 32 * K, least={1: 0.98}),
-    "tpot-8k": Case("tpot", 8 * K, (1, 4, FIT)),
+    "tpot-8k": Case("tpot", 8 * K, (1, 4, 32)),
+    "tpot-8k-fit": Case("tpot", 8 * K, (FIT,), most=112),
     "tpot-128k": Case("tpot", 128 * K, (1, 4, FIT), ("dense", "kascade", "quest", "streaming_llm"), 1,
                       {1: 1.25, 4: 2.0, FIT: 2.5}),
     "tpot-256k": Case("tpot", 256 * K, (1, FIT), least={1: 1.45, FIT: 2.2}),
     "load": Case("load", 16 * K, (32,), least={32: 1.0}),
-    "tpot-2gpu": Case("tpot", 128 * K, (8,), ("kascade heads=all",), 2, {8: 2.0}),
+    "load-at-once": Case("load", 16 * K, (32,), least={32: 1.0}, seconds=0),
+    "tpot-2gpu": Case("tpot", 128 * K, (8,), ("kascade heads=all",), 2, {8: 2.0}, most=8),
 }  # fmt: skip
 
 
@@ -87,10 +95,10 @@ def make_model(folder: Path, layers: int) -> None:
 
 
 def engine(folder: Path, method: str, cases: list[Case]) -> Any:
-    """A vllm.LLM for all of these cases that decodes by FLASH_ATTN or a longreach method."""
+    """A vllm.LLM with room for all of these cases that decodes by FLASH_ATTN or a longreach method."""
     from vllm import LLM
 
-    most = max(batch or MOST for case in cases for batch in case.batches)
+    most = max(case.most for case in cases)
     given: dict[str, Any] = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
         "max_model_len": max(case.context for case in cases) + 2 * K, "max_num_seqs": most,
@@ -147,13 +155,14 @@ def allocations(worker: Any) -> int:
 def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size
-    count = batch or min(MOST, room // (case.context + NEW + cache.block_size))
+    fitting = room // (case.context + NEW + cache.block_size)
+    count = batch or min(case.most, fitting)
     ids = prompts(count, case.context)
     first, _ = step_times(llm, ids, 1)  # fills the cache, so that all requests decode at once below
     _, times = step_times(llm, ids, NEW)
     timed = times[WARM:]
     return {
-        "batch": count, "fits": batch == FIT, "prompts_seconds": first, "steps": len(timed),
+        "batch": count, "fits": count == fitting, "prompts_seconds": first, "steps": len(timed),
         "tpot_ms": 1e3 * statistics.median(timed) if timed else None,
         "quartiles_ms": [1e3 * each for each in statistics.quantiles(timed, n=4)] if len(timed) > 1 else None,
         "cache_tokens": room, "page": cache.block_size,
@@ -167,14 +176,18 @@ def ttft(llm: Any, case: Case, batch: int) -> dict[str, Any]:
 
 
 def load(llm: Any, case: Case, batch: int) -> dict[str, Any]:
-    """Requests that arrive over a minute, answers of 256 tokens. No prompt is cached."""
+    """Requests that arrive evenly over the case's seconds, answers of 256 tokens. No prompt is cached.
+
+    tpot_p50_ms: the median of requests' means, those of steps that read other prompts among them. gap: between two
+    tokens of a request.
+    """
     from vllm import SamplingParams
 
     core, ids, new = llm.llm_engine, prompts(batch, case.context, seed=2000), 256
     greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     begun, sent, counts, stamps = time.perf_counter(), 0, dict[str, int](), dict[str, list[float]]()
     while sent < batch or core.has_unfinished_requests():
-        while sent < batch and time.perf_counter() - begun >= sent * 60 / batch:
+        while sent < batch and time.perf_counter() - begun >= sent * case.seconds / batch:
             core.add_request(f"{begun}-{sent}", ids[sent], greedy)
             sent += 1
         if not core.has_unfinished_requests():
@@ -195,21 +208,36 @@ def load(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def options(llm: Any) -> dict[str, Any]:
+    """How an engine was set up; two measurements are compared only if these are equal."""
+    config = llm.llm_engine.vllm_config
+    scheduler, graphs = config.scheduler_config, config.compilation_config
+    return {
+        "max_model_len": config.model_config.max_model_len, "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens, "async_scheduling": scheduler.async_scheduling,
+        "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
+        "cudagraph_mode": graphs.cudagraph_mode.name, "captured": list(graphs.cudagraph_capture_sizes),
+        "model_runner": "V2" if config.use_v2_model_runner else "V1",
+        "own_process": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1",
+    }  # fmt: skip
+
+
 def run(folder: Path, method: str, names: list[str], out: Path) -> None:
-    """Measure the cases of one method; each result is a line of `out` at once."""
+    """Measure those of the cases that name the method; each result is a line of `out` at once."""
     import torch
     import vllm
 
-    from longreach.records.record import commit
+    from longreach.bench.record import conditions
 
     begun = time.perf_counter()
     llm = engine(folder, method, [CASES[name] for name in names])
     started, at_start = time.perf_counter() - begun, llm.collective_rpc(allocations)
-    head, dirty = commit()
-    of = {
-        "method": method, "gpu": torch.cuda.get_device_name(0), "vllm": vllm.__version__, "torch": torch.__version__,
-        "commit": head, "dirty": dirty, "layers": llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers,
-        "start_seconds": started,
+    found = conditions(torch.device("cuda"))
+    found["versions"]["vllm"] = vllm.__version__
+    of = found | {
+        "method": method, "layers": llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers,
+        "options": options(llm), "start_seconds": started, "started_at": time.time(),
+        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }  # fmt: skip
 
     def keep(found: dict[str, Any]) -> None:
@@ -219,19 +247,25 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
             stream.write(json.dumps(found | of | {"allocations_since_start": since}) + "\n")
 
     step_times(llm, prompts(1, K, seed=3000), 16)
-    for name in names:
+    for name in (name for name in names if method in (PLAIN, *CASES[name].methods)):
         case = CASES[name]
         for batch in case.batches:
-            found = {"tpot": tpot, "ttft": ttft, "load": load}[case.kind](llm, case, batch)
-            keep({"case": name, "context": case.context, "ranks": case.ranks, **found})
+            measured = {"tpot": tpot, "ttft": ttft, "load": load}[case.kind](llm, case, batch)
+            keep({"case": name, "context": case.context, "ranks": case.ranks, **measured})
     if method != PLAIN:
         import longreach
 
-        keep({"case": "reads", "read_of_dense": longreach.vllm.report(llm).fraction("decode")})
+        keep(
+            {
+                "case": "reads",
+                "ranks": CASES[names[0]].ranks,
+                "read_of_dense": longreach.vllm.report(llm).fraction("decode"),
+            }
+        )
 
 
 def place(one: dict[str, Any]) -> tuple[str, str]:
-    """What a measurement is compared by."""
+    """The key by which a measurement finds FLASH_ATTN's."""
     return one["case"], FITS if one.get("fits") else str(one["batch"])
 
 
@@ -285,6 +319,21 @@ def show(found: list[dict[str, Any]], method: str) -> None:
             print(text, flush=True)
 
 
+def run_alone(command: list[str], seconds: int) -> str:
+    """Run a process and those it starts; the end of its output if it failed, else an empty text."""
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        late = ""
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            late = f"stopped after {seconds} s\n"
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too, which hold the GPUs
+            process.wait()
+        output.seek(0)
+        return late + output.read()[-4000:] if process.returncode else ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="+", choices=list(CASES))
@@ -312,16 +361,12 @@ def main() -> None:
         for method in named:
             if given.methods is not None and method not in given.methods:
                 continue
-            cases = [name for name in given.cases if method in (PLAIN, *CASES[name].methods)]
-            command = [sys.executable, __file__, *cases, "--out", str(given.out), "--one", json.dumps([folder, method])]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=given.seconds)
-                said = done.stdout + done.stderr if done.returncode else ""
-            except subprocess.TimeoutExpired as error:
-                said = f"more than {given.seconds} s\n{(error.stderr or b'').decode(errors='replace')}"
-            if said:
+            one = json.dumps([folder, method])
+            command = [sys.executable, __file__, *given.cases, "--out", str(given.out), "--one", one]
+            error = run_alone(command, given.seconds)
+            if error:
                 failed = True
-                print(f"{method}: failed\n{said[-4000:]}", flush=True)
+                print(f"{method}: failed\n{error}", flush=True)
             lines = given.out.read_text().splitlines() if given.out.exists() else []
             show([json.loads(line) for line in lines], method)
     sys.exit(1 if failed else 0)

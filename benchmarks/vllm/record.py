@@ -2,8 +2,9 @@
 
 python3 benchmarks/vllm/record.py LINES ... --out RECORD
 
-All lines are of one commit, one kind of GPU and one vLLM. A target says how many times as fast as vLLM's FLASH_ATTN a
-method is, in the first of the times that measure.py prints.
+All lines are of one commit, one kind of GPU and one vLLM, and each measurement is there once. A target says how many
+times as fast as vLLM's FLASH_ATTN a method is, in the first of the times that measure.py prints. Both engines must have
+been set up alike.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,44 +23,64 @@ import measure
 from longreach.errors import InvalidInput
 from longreach.records import write
 
-SAME = ("commit", "dirty", "gpu", "vllm", "torch", "layers")
-ENGINE = ("method", "ranks", "start_seconds", "read_of_dense", "allocations_since_start")
+FORMAT = 2
+SAME = ("commit", "dirty", "versions", "layers")
+ENGINE = (
+    "method", "ranks", "device", "visible", "started_at", "start_seconds", "options", "read_of_dense",
+    "allocations_since_start",
+)  # fmt: skip
 
 
 def record(lines: list[dict[str, Any]]) -> dict[str, Any]:
-    """The record. Raises InvalidInput if lines do not belong together."""
-    facts = {name: {line[name] for line in lines} for name in SAME}
-    mixed = [f"{name} {sorted(map(str, values))}" for name, values in facts.items() if len(values) != 1]
+    """The record. Raises InvalidInput if lines do not belong together, or a measurement is there twice."""
+    facts = {name: {json.dumps(line[name]) for line in lines} for name in SAME}
+    facts["GPU"] = {line["device"]["name"] for line in lines}
+    mixed = [f"{name} {sorted(values)}" for name, values in facts.items() if len(values) != 1]
     if mixed:
-        raise InvalidInput(f"lines of one record must agree, these differ in {'; '.join(mixed)}")
-    (fact,) = ({name: line[name] for name in SAME} for line in lines[:1])
+        raise InvalidInput(f"lines of one record must agree, and these differ in {'; '.join(mixed)}")
+    counts = Counter((line["case"], line["method"], line["ranks"], line.get("batch")) for line in lines)
+    twice = [f"{case} of {method} with batch {batch}" for (case, method, _, batch), n in counts.items() if n > 1]
+    if twice:
+        raise InvalidInput(f"a record holds each measurement once, and these are there twice: {', '.join(twice)}")
+    first = lines[0]
     names = [name for name in measure.CASES if any(line["case"] == name for line in lines)]
     return {
-        "kind": "vllm times", "format": 1, "commit": fact["commit"], "dirty": fact["dirty"],
-        "versions": {"vllm": fact["vllm"], "torch": fact["torch"]}, "device": {"type": "cuda", "name": fact["gpu"]},
-        "model": {"shape": "Llama-3.1-8B", "weights": "random", "layers": fact["layers"]},
-        "plan": {"anchors": list(measure.ANCHORS), "head_map": "random"},
-        "captured": list(measure.CAPTURED), "engines": engines(lines),
-        "cases": {name: case(name, lines) for name in names},
+        "kind": "vllm times", "format": FORMAT, "commit": first["commit"], "dirty": first["dirty"],
+        "python": first["python"], "versions": first["versions"],
+        "device": {"type": "cuda", "name": first["device"]["name"]},
+        "model": {"shape": "Llama-3.1-8B", "weights": "random", "layers": first["layers"]},
+        "engines": engines(lines), "cases": {name: case(name, lines) for name in names},
     }  # fmt: skip
 
 
 def engines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What is known of each engine once it has run all of its cases."""
+    """One entry for each engine: how it was set up, its start, and what it read and allocated in all of its cases."""
     last: dict[tuple[str, float], dict[str, Any]] = {}
     for line in lines:
-        of = line["method"], line["start_seconds"]
+        of = line["method"], line["started_at"]
         last[of] = last.get(of, {}) | line
     return [{name: line[name] for name in ENGINE if name in line} for line in last.values()]
 
 
 def case(name: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """One case: all that was measured, and how many times as fast as FLASH_ATTN's engine each method's is.
+
+    Raises InvalidInput if the two were set up differently.
+    """
     mine, spec = [line for line in lines if line["case"] == name], measure.CASES[name]
-    left_out = {"case", "context", *SAME, *ENGINE} - {"method"}
+    left_out = {"case", "context", "python", *SAME, *ENGINE} - {"method"}
     targets = []
     for line in mine:
-        bound, ratios = measure.least(line), measure.over_plain(line, mine)
-        got = ratios.get(measure.SHOWN[spec.kind][0])
+        base = measure.plain_of(line, mine)
+        if base is None or line["method"] == measure.PLAIN:
+            continue
+        if base["options"] != line["options"]:
+            differing = [key for key, value in base["options"].items() if line["options"].get(key) != value]
+            raise InvalidInput(
+                f"{name}: the engines of {line['method']} and {measure.PLAIN} differ in {', '.join(differing)}; "
+                f"measure both with the same cases"
+            )
+        bound, got = measure.least(line), measure.over_plain(line, mine).get(measure.SHOWN[spec.kind][0])
         if got is not None:
             who = f"{line['method']}, batch {measure.place(line)[1]}"
             reached = {} if bound is None else {"bound": bound, "reached": got >= bound}
