@@ -79,10 +79,63 @@ def test_a_file_with_lines_is_not_added_to_unasked(tmp_path: Path, monkeypatch: 
 
 def test_scores_that_are_all_equal_have_an_interval() -> None:
     compare = script("quality").compare
-    mean, half, other = compare({"a": [1.0] * 20}, {"a": [1.0] * 19 + [0.0]})
-    assert mean == 1.0 and other == 0.95 and abs(mean - other) < half < 0.2
-    mean, half, _ = compare({"a": [1.0, 0.0] * 10}, {"a": [1.0] * 20})
-    assert mean == 0.5 and 0.2 < half < 0.25
+    found = compare({"a": [1.0] * 20}, {"a": [1.0] * 19 + [0.0]})
+    assert found.loop == 1.0 and found.vllm == 0.95 and abs(found.vllm - found.loop) < found.half < 0.2
+    found = compare({"a": [1.0, 0.0] * 10}, {"a": [1.0] * 20})
+    assert found.loop == 0.5 and 0.2 < found.half < 0.25 and not found.agree
+
+
+def test_a_loss_on_the_same_prompts_is_found_within_the_interval_of_the_loop() -> None:
+    """Scores of many tasks vary by more than the loss of three points."""
+    loop = [1.0] * 150 + [0.0] * 50
+    lost = script("quality").compare({"a": loop}, {"a": [0.0] * 6 + loop[6:]})
+    assert abs(lost.vllm - lost.loop) < lost.half and lost.difference == -0.03 and not lost.agree
+    few = script("quality").compare({"a": loop}, {"a": [0.0] * 3 + loop[3:]})
+    assert few.agree
+    both = script("quality").compare({"a": loop}, {"a": [0.0] * 6 + loop[6:-6] + [1.0] * 6})
+    assert both.agree and both.difference == 0
+
+
+def scored(monkeypatch: pytest.MonkeyPatch, out: Path, failing: str = "") -> tuple[int, list[str]]:
+    """Run quality.py on two GPUs with made-up scores: (exit code, what it measured)."""
+    quality, asked = script("quality"), list[str]()
+
+    def measured(part: str, methods: list[str], given: Any, gpus: Any) -> Any:
+        asked.append(f"{part} {'+'.join(methods)}")
+        if failing in methods and part == "vllm":
+            raise RuntimeError("no memory")
+        scores = {"512": {"niah": [1.0, 0.0]}}
+        return dict.fromkeys(methods, scores) if part == "loop" else scores
+
+    monkeypatch.setattr(quality, "measured", measured)
+    monkeypatch.setattr(quality, "vllm_version", lambda: "1")
+    monkeypatch.setenv("LONGREACH_COMMIT", "abc")
+    command = ["--lengths", "512", "--samples", "2", "--methods", "dense", "quest", "loki", "--gpus", "0", "1"]
+    monkeypatch.setattr("sys.argv", ["quality.py", *command, "--out", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        quality.main()
+    return int(ended.value.code or 0), asked
+
+
+def test_a_record_of_scores_is_continued_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "scores.json"
+    code, asked = scored(monkeypatch, out, failing="quest")
+    assert code == 1 and sorted(asked) == ["loop dense+loki", "loop quest", "vllm dense", "vllm loki", "vllm quest"]
+    assert "vllm quest: failed\nno memory" in capsys.readouterr().out
+    code, asked = scored(monkeypatch, out)
+    assert code == 0 and asked == ["vllm quest"]
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "512 dense",
+        "512 loki",
+        "512 quest",
+    ]
+    kept = json.loads(out.read_text())
+    assert kept["versions"]["vllm"] == "1" and list(kept["vllm"]) == ["dense", "loki", "quest"]
+    out.write_text(json.dumps(kept | {"commit": "def"}))
+    code, asked = scored(monkeypatch, out)
+    assert code == 2 and not asked and "has other commit than this run" in capsys.readouterr().err
 
 
 FACTS = {

