@@ -183,7 +183,7 @@ def load(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     """
     from vllm import SamplingParams
 
-    core, ids, new = llm.llm_engine, prompts(batch, case.context, seed=2000), 256
+    core, ids, new = llm.llm_engine, prompts(batch, case.context, seed=2000 + 100 * case.seconds), 256
     greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     begun, sent, counts, stamps = time.perf_counter(), 0, dict[str, int](), dict[str, list[float]]()
     while sent < batch or core.has_unfinished_requests():
@@ -232,9 +232,9 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
     begun = time.perf_counter()
     llm = engine(folder, method, [CASES[name] for name in names])
     started, at_start = time.perf_counter() - begun, llm.collective_rpc(allocations)
-    found = conditions(torch.device("cuda"))
-    found["versions"]["vllm"] = vllm.__version__
-    of = found | {
+    of = conditions(torch.device("cuda"))
+    of["versions"]["vllm"] = vllm.__version__
+    of |= {
         "method": method, "layers": llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers,
         "options": options(llm), "start_seconds": started, "started_at": time.time(),
         "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -255,13 +255,8 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
     if method != PLAIN:
         import longreach
 
-        keep(
-            {
-                "case": "reads",
-                "ranks": CASES[names[0]].ranks,
-                "read_of_dense": longreach.vllm.report(llm).fraction("decode"),
-            }
-        )
+        reads = longreach.vllm.report(llm).fraction("decode")
+        keep({"case": "reads", "ranks": CASES[names[0]].ranks, "read_of_dense": reads})
 
 
 def place(one: dict[str, Any]) -> tuple[str, str]:
