@@ -125,6 +125,23 @@ def block_mka_rows() -> list[Row]:
     return rows
 
 
+def vllm_rows() -> list[Row]:
+    rows = []
+    for batch in (1, 4):
+        _, entries = cases("steps")[f"steps-128k-b{batch}"]
+        for method in ("dense", "kascade"):
+            rows.append(
+                (f"`{method}`", str(batch), f"{us(entries[method]) / 1e3:.2f}", f"{vllm_ms(method, batch):.2f}")
+            )
+    return rows
+
+
+def vllm_ms(method: str, batch: int) -> float:
+    found = record("vllm-times")["cases"]["tpot-128k"]["measurements"]
+    (one,) = (each for each in found if (each["method"], each["batch"]) == (method, batch))
+    return float(one["tpot_ms"])
+
+
 WAYS = ("TTFT, s", "ms a token", "peak of prefill, GiB", "peak of decoding, GiB", "kernels a token")
 EXPECTED: dict[Row, Callable[[], list[Row]]] = {
     ("128K tokens, 10%", "predicted, ms", "found, ms"): kascade_prefill_rows,
@@ -132,6 +149,7 @@ EXPECTED: dict[Row, Callable[[], list[Row]]] = {
     ("", "dense, ms", *METHODS[1:-1], f"{METHODS[-1]}, hits forced"): steps_rows,
     ("prompt", "", *WAYS): user_rows,
     ("32K, batch 1", *WAYS): user_methods_rows,
+    ("method", "batch", "own loop", "vLLM"): vllm_rows,
     ("batch", "before, us", "predicted", "found", "dense, cuDNN"): block_mka_rows,
 }
 
@@ -182,3 +200,10 @@ def test_every_missed_target_is_named() -> None:
     assert f"takes {min(attached):.3f} to {max(attached):.3f} times `longreach.generate`'s time a token" in WORDS
     (piecewise,) = (t for case, _ in cases("user").values() for t in case["targets"] if not t["reached"])
     assert f"The target of {piecewise['bound']} is missed by {piecewise['missed_by']:.1%}." in WORDS
+
+
+def test_ratios_in_vllm() -> None:
+    steps = [cases("steps")[f"steps-128k-b{batch}"][1] for batch in (1, 4)]
+    mine = [f"{us(entries['dense']) / us(entries['kascade']):.2f}" for entries in steps]
+    theirs = [f"{vllm_ms('FLASH_ATTN', batch) / vllm_ms('kascade', batch):.2f}" for batch in (1, 4)]
+    assert f"{theirs[0]} and {theirs[1]} instead of {mine[0]} and {mine[1]}." in WORDS
