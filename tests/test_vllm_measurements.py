@@ -100,14 +100,14 @@ def scored(monkeypatch: pytest.MonkeyPatch, out: Path, failing: str = "") -> tup
     """Run quality.py on two GPUs with made-up scores: (exit code, what it measured)."""
     quality, asked = script("quality"), list[str]()
 
-    def measured(part: str, methods: list[str], given: Any, gpus: Any) -> Any:
+    def measure_part(part: str, methods: list[str], given: Any, gpus: Any) -> Any:
         asked.append(f"{part} {'+'.join(methods)}")
         if failing in methods and part == "vllm":
             raise RuntimeError("no memory")
         scores = {"512": {"niah": [1.0, 0.0]}}
         return dict.fromkeys(methods, scores) if part == "loop" else scores
 
-    monkeypatch.setattr(quality, "measured", measured)
+    monkeypatch.setattr(quality, "measure_part", measure_part)
     monkeypatch.setattr(quality, "vllm_version", lambda: "1")
     monkeypatch.setenv("LONGREACH_COMMIT", "abc")
     command = ["--lengths", "512", "--samples", "2", "--methods", "dense", "quest", "loki", "--gpus", "0", "1"]
@@ -181,6 +181,16 @@ def test_what_was_measured_differently_makes_no_record(facts: dict[str, Any], me
         script("record").record(run(PLAIN, 1.0) + run(lines("kascade", 6.0, 12.5, 14.0, 5), 2.0, **facts))
 
 
+def test_a_method_may_have_several_engines() -> None:
+    """Each writes how much it read, in a line of its own."""
+    reads = {"case": "reads", "method": "kascade"}
+    first = run([*lines("kascade", 6.0, 12.5, 14.0, 5)[:2], reads | {"read_of_dense": 0.2}], 2.0)
+    second = run([*lines("kascade", 6.0, 12.5, 14.0, 5)[2:], reads | {"read_of_dense": 0.3}], 3.0)
+    made = script("record").record(run(PLAIN, 1.0) + first + second)
+    assert [one.get("read_of_dense") for one in made["engines"]] == [None, 0.2, 0.3]
+    assert len(made["cases"]["tpot-128k"]["targets"]) == 3
+
+
 def test_a_measurement_is_in_a_record_once() -> None:
     with pytest.raises(InvalidInput, match="there twice: tpot-128k of FLASH_ATTN with batch 1, "):
         script("record").record(run(PLAIN, 1.0) + run(PLAIN, 2.0))
@@ -243,7 +253,7 @@ def test_only_steps_in_which_all_requests_decode_are_timed(clock: Clock) -> None
 def test_requests_of_a_load_arrive_evenly(clock: Clock) -> None:
     measure = script("measure")
     measure.time = clock
-    case = replace(measure.CASES["load"], context=8, seconds=10)
+    case = replace(measure.CASES["load"], context=8, arrival_seconds=10)
     engine = ScriptedEngine(clock, [(1, "0"), (1, "0"), (4, "0"), (2, "01"), (2, "1")])
     found = measure.load(SimpleNamespace(llm_engine=engine), case, 2)
     # the second one is to arrive after 5 s, and is sent once the step that is under way ends, after 6 s

