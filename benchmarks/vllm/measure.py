@@ -67,8 +67,8 @@ CASES = {
     "tpot-8k-fit": Case("tpot", 8 * K, (FIT,), max_requests=112),
     "tpot-128k": Case("tpot", 128 * K, (1, 4, FIT), ("dense", "kascade", "quest", "streaming_llm"), 1,
                       {1: 1.25, 4: 2.0, FIT: 2.5}),
-    "tpot-256k": Case("tpot", 256 * K, (1, FIT), least={1: 1.45, FIT: 2.2}),
-    "load": Case("load", 16 * K, (32,), least={32: 1.0}),
+    "tpot-256k": Case("tpot", 256 * K, (1, FIT), ("kascade",), least={1: 1.45, FIT: 2.2}),
+    "load": Case("load", 16 * K, (32,), ("kascade",), least={32: 1.0}),
     "load-at-once": Case("load", 16 * K, (32,), least={32: 1.0}, arrival_seconds=0),
     "tpot-2gpu": Case("tpot", 128 * K, (8,), ("kascade heads=all",), 2, {8: 2.0}, max_requests=8),
 }  # fmt: skip

@@ -3,10 +3,10 @@
 python3 benchmarks/vllm/quality.py --lengths 4096 16384 --samples 20 --out RECORD [--methods "quest k=0.2" ...]
 
 Both answer the same prompts greedily. The loop (`longreach.evaluate`) and an engine for each method have processes of
-their own, one for each GPU at a time. A method agrees if its score through vLLM lies within the 95% interval of its
-score through the loop, over prompts of all tasks. It also needs a mean difference over the same prompts that is below 2
-points, or whose 95% interval includes 0. Exit code 1 if a method does not agree or fails. A record of the same commit
-and prompts is continued: only missing scores are measured.
+their own, one for each of --gpus at a time. A method agrees if its score through vLLM lies within the 95% interval of
+its score through the loop, over prompts of all tasks. It also needs a mean difference over the same prompts that is
+below 2 points, or whose 95% interval includes 0. Exit code 1 if a method does not agree or fails. A record of the same
+commit and prompts is continued: only missing scores are measured.
 """
 
 from __future__ import annotations
@@ -42,15 +42,7 @@ METHODS = ("dense", "streaming_llm", "quest", "omnikv", "less_is_more", "loki", 
 ON_GPUS = ("mac",)  # needs model runner V2
 MINI = Path(longreach.__file__).parent / "models" / "longreach-mini"
 LOOP = "loop"
-SAME = (
-    "commit",
-    "versions",
-    "device",
-    "samples",
-    "lengths",
-    "tasks",
-    "model",
-)  # must not change when a record is continued
+SAME = ("commit", "versions", "device", "samples", "lengths", "tasks", "model")  # of a record that is continued
 MARGIN = 0.02  # smaller differences are accepted even if they are significant
 Scores = dict[str, dict[str, list[float]]]  # length -> task -> scores of prompts
 
@@ -80,12 +72,13 @@ def vllm_scores(method: str, lengths: list[int], samples: int, tasks: str) -> Sc
     from longreach.evals.prompting import fitted
     from longreach.tasks import registry
 
-    options: dict[str, Any] = {
-        "gpu_memory_utilization": 0.5
-    }  # leaves room for other processes; on a CPU: of its memory
+    options: dict[str, Any] = {"gpu_memory_utilization": 0.5}  # on a CPU: of the machine's memory
     if torch.cuda.is_available():
-        captured = {"cudagraph_capture_sizes": [4, 16]}  # fewer kernels to compile than for vLLM's sizes
-        options |= {"attention_backend": "CUSTOM", "compilation_config": captured}
+        options = {
+            "attention_backend": "CUSTOM", "compilation_config": {"cudagraph_capture_sizes": [4, 16]},
+            # a cache of a given size: vLLM's memory profiling fails where other processes of the GPU free memory
+            "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 8 << 30,
+        }  # fmt: skip
     llm = LLM(
         str(MINI), dtype="bfloat16", max_model_len=max(lengths), max_num_seqs=16, enable_prefix_caching=False,
         additional_config={"longreach": {"decode": method}}, **options,
@@ -212,7 +205,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=20, help="prompts of a task")
     parser.add_argument("--tasks", default="ruler")
     parser.add_argument("--methods", nargs="+", default=[*METHODS, *(ON_GPUS if cuda.is_available() else ())])
-    parser.add_argument("--gpus", nargs="+", default=[None], help="to measure on at once, as CUDA_VISIBLE_DEVICES")
+    parser.add_argument("--gpus", nargs="+", default=[None], help="to measure on at once; one may be named twice")
     parser.add_argument("--seconds", type=int, default=3600, help="for one process, at most")
     parser.add_argument("--out", type=Path, required=True, help="the record, with all scores")
     parser.add_argument("--part", help=argparse.SUPPRESS)
