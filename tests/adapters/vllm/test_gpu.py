@@ -25,6 +25,7 @@ OPTIONS: dict[str, Any] = {
     "compilation_config": {"cudagraph_capture_sizes": [1, 4, 8]}, "block_size": 16,
 }  # fmt: skip
 ALIKE = 0.75  # of the tokens, at least, come before the first difference
+ALIKE_MAC = 0.5  # for mac: it reuses rows whose similarity passes a threshold, which rounding can change
 EACH = 0.2  # the same for each request, but for one
 
 
@@ -81,7 +82,7 @@ def replayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_answers_and_reads(decode: str, more: dict[str, Any], replayed: list[int]) -> None:
     """All prompts twice, then six and three of them, whose steps replay graphs of eight and four requests."""
-    ids = ragged()
+    ids, alike = ragged(), ALIKE_MAC if decode == MAC else ALIKE
     with engine(decode, **OPTIONS | more) as llm:
         assert not longreach.vllm.report(llm).layers, "vLLM's warm-up is not counted"
         replayed.clear()
@@ -94,7 +95,7 @@ def test_answers_and_reads(decode: str, more: dict[str, Any], replayed: list[int
         fewer = {count: answers(llm, ids[:count]) for count in (6, 3)}
     for asked, given in ((ids, found), (ids, again), *((ids[:count], fewer[count]) for count in fewer)):
         shares = leading(asked, given, decode)
-        assert sum(shares) >= ALIKE * len(shares) and sorted(shares)[1] >= EACH, shares
+        assert sum(shares) >= alike * len(shares) and sorted(shares)[1] >= EACH, shares
     if more.get("enforce_eager"):
         assert not replayed
     else:
