@@ -1,4 +1,4 @@
-"""Times in docs/vllm.md are those of its record."""
+"""Scores and times in docs/vllm.md are those of its records."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.doc_tables import ROOT, record, section, tables
+from tests.test_vllm_measurements import script
 
 PAGE = (ROOT / "docs" / "vllm.md").read_text()
 TIMES = section(PAGE, "Times", "Methods")
@@ -15,8 +16,14 @@ WORDS = " ".join(PAGE.split())
 PLAIN = "FLASH_ATTN"
 
 
+def measurements(case: str) -> list[dict[str, Any]]:
+    name = "vllm-times" if case in record("vllm-times")["cases"] else "vllm-times-unpadded"
+    found: list[dict[str, Any]] = record(name)["cases"][case]["measurements"]
+    return found
+
+
 def measured(case: str, method: str, batch: int) -> dict[str, Any] | None:
-    found = record("vllm-times")["cases"][case]["measurements"]
+    found = measurements(case)
     return next((one for one in found if (one["method"], one["batch"]) == (method, batch)), None)
 
 
@@ -26,27 +33,67 @@ def time(case: str, method: str, batch: int) -> float:
     return float(one["tpot_ms"])
 
 
+def speed_up(case: str, method: str, batch: int, base: dict[str, Any]) -> float | None:
+    """Of all requests' tokens over those of FLASH_ATTN; None if it was not measured. Methods fit different batches."""
+    fitting = case == "tpot-8k-fit"
+    for one in measurements(case):
+        if one["method"] == method and (one["fits"] if fitting else one["batch"] == batch):
+            return float(base["tpot_ms"] / one["tpot_ms"] * one["batch"] / base["batch"])
+    return None
+
+
 def test_steps() -> None:
     ((head, rows),) = tables(TIMES)
-    found = record("vllm-times")["cases"]
-    cases = [case for case in found if case.startswith("tpot")]
+    cases = [case for case in record("vllm-times")["cases"] if case.startswith("tpot")] + ["tpot-8k-fit"]
     shown = set[tuple[str, int]]()
     for place, plain, *ratios in rows:
         context, batch = place.split(",")[0], int(place.split("batch ")[1].split()[0].rstrip(","))
-        two = "two GPUs" in place
-        case = "tpot-2gpu" if two else f"tpot-{context.lower()}"
+        two, fits = "two GPUs" in place, "as many as fit" in place
+        case = "tpot-2gpu" if two else f"tpot-{context.lower()}{'-fit' if context == '8K' and fits else ''}"
         assert (case, batch) not in shown, place
         shown.add((case, batch))
-        base = time(case, PLAIN, batch)
-        assert plain == f"{base:.2f} ms", place
+        base = measured(case, PLAIN, batch)
+        assert base is not None and plain == f"{base['tpot_ms']:.2f} ms", place
         for method, cell in zip((name.strip("`") for name in head[2:]), ratios, strict=True):
-            one = measured(case, f"{method} heads=all" if two else method, batch)
-            assert cell == ("-" if one is None else f"{base / one['tpot_ms']:.2f}"), (place, method)
-        one = measured(case, PLAIN, batch)
-        fits = "as many as fit" in place
-        assert one is not None and one["fits"] == (fits or (context, batch) == ("8K", 32))  # 32: as many as may run
-        assert one["steps"] == 63 and (not fits or (batch + 1) * found[case]["context"] > one["cache_tokens"]), place
-    assert shown == {(case, one["batch"]) for case in cases for one in found[case]["measurements"]}
+            found = speed_up(case, f"{method} heads=all" if two else method, batch, base)
+            assert cell == ("-" if found is None else f"{found:.2f}"), (place, method)
+        assert base["fits"] == (fits or (context, batch) == ("8K", 32))  # 32: as many as may run
+        tokens = int(context.removesuffix("K")) * 1024
+        room = tokens + 80 + base["page"]  # 80 tokens of the answer, and a page
+        assert base["steps"] == 63 and (not fits or (batch + 1) * room > base["cache_tokens"]), place
+    assert shown == {(case, one["batch"]) for case in cases for one in measurements(case) if one["method"] == PLAIN}
+
+
+def test_requests_that_arrive_at_once() -> None:
+    found = {one["method"]: one for one in measurements("load-at-once")}
+    speeds = {name: f"{one['tokens_per_second']:.0f}" for name, one in found.items()}
+    assert f"FlashAttention generated {speeds[PLAIN]} tokens a second, `dense` {speeds['dense']} and" in WORDS
+    assert f"and `kascade` {speeds['kascade']}." in WORDS
+    log = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    assert (
+        f"{speeds[PLAIN]} tokens/s with FlashAttention, {speeds['dense']} with `dense` and {speeds['kascade']}" in log
+    )
+    gaps = [f"{found[name]['gap_p99_ms'] / 1e3:.2f}" for name in (PLAIN, "dense", "kascade")]
+    assert f"latencies is {gaps[0]}, {gaps[1]} and {gaps[2]} s" in log
+    assert f"`dense` and {speeds['kascade']} with `kascade`" in log
+    (fit,) = (one["batch"] for one in measurements("tpot-8k-fit") if one["method"] == "kascade")
+    assert f"`kascade` has room for {fit} requests" in WORDS and "`dense` is 7% slower than FlashAttention" in WORDS
+    assert record("vllm-times-unpadded")["engines"][0]["options"]["max_num_seqs"] == 112
+
+
+def test_scores() -> None:
+    found, compare = record("vllm-quality"), script("quality").compare
+    assert not found["dirty"] and found["device"]["name"] == "NVIDIA H200" and found["versions"]["vllm"] == "0.26.0"
+    ((_, rows),) = tables(section(PAGE, "Quality", "Times"))
+    assert [method.strip("`") for method, *_ in rows] == list(found["vllm"])
+    for name, *shown in rows:
+        method, expected = name.strip("`"), list[str]()
+        for length in ("4096", "16384"):
+            one = compare(found["loop"][method][length], found["vllm"][method][length])
+            assert one.agree and len(found["vllm"][method][length]) == 11, name
+            assert all(len(scores) == found["samples"] == 20 for scores in found["vllm"][method][length].values())
+            expected += [f"{one.loop:.3f} ± {one.half:.3f}", f"{one.vllm:.3f}", f"{one.difference:+.3f}"]
+        assert shown == expected, name
 
 
 def test_the_record_is_of_a_clean_tree_and_reaches_its_targets() -> None:

@@ -152,6 +152,22 @@ def allocations(worker: Any) -> int:
     return torch.cuda.memory_stats().get("num_device_alloc", 0)
 
 
+def compilations(worker: Any) -> int:
+    """How many Triton kernels a worker's process has compiled since the first call. vLLM calls it in each worker."""
+    from triton import knobs
+
+    if not hasattr(worker, "compiled_kernels"):
+        worker.compiled_kernels, before = 0, knobs.runtime.jit_post_compile_hook
+
+        def count(**facts: Any) -> Any:
+            worker.compiled_kernels += 1
+            return before(**facts) if before else None
+
+        knobs.runtime.jit_post_compile_hook = count
+    found: int = worker.compiled_kernels
+    return found
+
+
 def tpot(llm: Any, case: Case, batch: int) -> dict[str, Any]:
     cache = llm.llm_engine.vllm_config.cache_config
     room = cache.num_gpu_blocks * cache.block_size
@@ -232,6 +248,7 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
     begun = time.perf_counter()
     llm = engine(folder, method, [CASES[name] for name in names])
     started, at_start = time.perf_counter() - begun, llm.collective_rpc(allocations)
+    llm.collective_rpc(compilations)
     facts = conditions(torch.device("cuda"))
     facts["versions"]["vllm"] = vllm.__version__
     facts |= {
@@ -244,7 +261,8 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
         now = llm.collective_rpc(allocations)
         since = [after - before for before, after in zip(at_start, now, strict=True)]
         with out.open("a") as stream:
-            stream.write(json.dumps(found | facts | {"allocations_since_start": since}) + "\n")
+            counts = {"allocations_since_start": since, "kernels_compiled": llm.collective_rpc(compilations)}
+            stream.write(json.dumps(found | facts | counts) + "\n")
 
     step_times(llm, prompts(1, K, seed=3000), 16)
     for name in (name for name in names if method in (PLAIN, *CASES[name].methods)):
@@ -353,7 +371,7 @@ def main() -> None:
         parser.error(f"{given.out} exists: name another file, or add to it with --append")
     failed = False
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for `allocations`, a function sent to workers
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # for functions sent to workers
     named = dict.fromkeys((PLAIN, *(method for name in given.cases for method in CASES[name].methods)))
     with tempfile.TemporaryDirectory() as folder:  # one for all: vLLM compiles a model once for each folder
         make_model(Path(folder), given.layers)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longreach.methods.call import LayerCall, Noted
+from longreach.methods.call import LayerCall, Noted, Phase
 from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans, TileLists
 from longreach.ops.doors import Later
 
@@ -38,7 +38,7 @@ class _Place(NamedTuple):
     lengths: Tensor
     table: Tensor | None
     heads: int
-    row_index: Tensor | None  # the rows' numbers in the pass, None for all
+    ended: Tensor | None  # bool [R], rows that are not counted; None if all are
     name: Hashable  # equal for equal places while the tensors live
 
     @property
@@ -75,7 +75,7 @@ class _Visible(NamedTuple):
 
 
 class Counting:
-    """Counts of one pass. ended: bool [R], rows of the pass that are not counted; None if all are."""
+    """Counts of one pass. ended: bool [R], decoding rows of the pass that are not counted; None if all are."""
 
     def __init__(self, ended: Tensor | None = None):
         self.ended = ended
@@ -85,16 +85,21 @@ class Counting:
         self._maps: dict[Hashable, dict[int, Tensor | None]] = {}  # lists -> id of a head map -> head map
         self._places: dict[Hashable, _Place] = {}
         self._spans: dict[Hashable, list[Term]] = {}  # (place, selection, bytes per slot) -> terms
-        self._per_row: dict[Hashable, tuple[Tensor, Tensor | None]] = {}  # int [R, ...], and the rows' numbers
+        self._per_row: dict[Hashable, tuple[Tensor, _Place]] = {}  # int [R, ...]
         self._later: dict[Hashable, tuple[Later, _Place]] = {}
+        self._ended: dict[int, Tensor] = {}  # id of an index of rows -> its part of `ended`
         self._alive: list[Any] = []  # keeps objects whose ids are in names alive
 
     def add(self, place: Any, noted: Sequence[Noted], call: LayerCall, dense: Selection | None) -> None:
         """Count the reads of one layer that the host has not counted. dense: the selection of exact attention; None for
         an observer."""
-        terms = [term for one in noted if not isinstance(one.read.counted, int) for term in self._terms(one)]
+        counted = (one for one in noted if not isinstance(one.read.counted, int))
+        terms = [term for one in counted for term in self._terms(one, call.phase)]
         if dense is not None:
-            vector, where = call.kv.k.shape[3] * call.kv.k.element_size(), self._place(call.rows, call.kv, call.index)
+            vector, where = (
+                call.kv.k.shape[3] * call.kv.k.element_size(),
+                self._place(call.rows, call.kv, call.index, call.phase),
+            )
             terms += self._slots(
                 call.rows, call.kv, where, dense, {DENSE: vector * (1 if call.kv.values_in_keys else 2)}
             )
@@ -122,8 +127,8 @@ class Counting:
             coefficients[key] = matrix.to(counted.device)
         return tuple(place for place, _ in self.layers), (coefficients[key] * counted).sum(-1)
 
-    def _terms(self, noted: Noted) -> list[Term]:
-        read, where = noted.read, self._place(noted.rows, noted.kv, noted.part)
+    def _terms(self, noted: Noted, phase: Phase) -> list[Term]:
+        read, where = noted.read, self._place(noted.rows, noted.kv, noted.part, phase)
         terms: list[Term] = []
         if isinstance(read.other, Later):
             terms.append(Term(METADATA, self._compute_later(read.other, where), 1))
@@ -238,7 +243,7 @@ class Counting:
         if given.is_floating_point() or given.dtype == torch.bool:
             raise TypeError(f"bytes and slots of rows: expected int [R, ...], got {given.dtype}")
         name = ("given", id(given))
-        self._per_row[name] = (given, where.row_index)
+        self._per_row[name] = (given, where)
         return name
 
     def _compute_later(self, later: Later, where: _Place) -> Hashable:
@@ -263,13 +268,11 @@ class Counting:
 
     def _count_per_row(self) -> None:
         groups: dict[Hashable, list[Hashable]] = {}
-        for name, (given, row_index) in self._per_row.items():
-            groups.setdefault((given.shape, given.dtype, id(row_index)), []).append(name)
+        for name, (given, where) in self._per_row.items():
+            groups.setdefault((given.shape, given.dtype, id(where.ended)), []).append(name)
         for names in groups.values():
             given = torch.stack([self._per_row[name][0] for name in names])
-            if self.ended is not None:
-                given = _without(given, self._ended(self._per_row[names[0]][1]), 1)
-            sums = given.flatten(1).sum(1, dtype=torch.int64)
+            sums = self._masked(given, self._per_row[names[0]][1], 1).flatten(1).sum(1, dtype=torch.int64)
             for n, name in enumerate(names):
                 self._counts[name] = sums[n]
 
@@ -280,7 +283,7 @@ class Counting:
             # filled on the device, as copying a number to it would be a sync
             whole = torch.full((), amount, dtype=torch.int64, device=where.pos.device)
             self._counts[name] = (
-                whole if self.ended is None else whole * self._counts[self._rows(where)] // max(1, rows)
+                whole if where.ended is None else whole * self._counts[self._rows(where)] // max(1, rows)
             )
         return name
 
@@ -289,15 +292,26 @@ class Counting:
         name = ("rows", where.name)
         if name not in self._counts:
             count = torch.full((), where.pos.shape[0], dtype=torch.int64, device=where.pos.device)
-            self._counts[name] = count if self.ended is None else count - self._ended(where.row_index).sum()
+            self._counts[name] = count if where.ended is None else count - where.ended.sum()
         return name
 
-    def _place(self, rows: Rows, kv: KVView, index: Tensor | None) -> _Place:
+    def _place(self, rows: Rows, kv: KVView, index: Tensor | None, phase: Phase) -> _Place:
         parts = (id(rows.seq), id(rows.pos), id(kv.seq_lens), id(kv.block_table), id(index))
-        name = (*parts, kv.k.shape[1], rows.q.shape[1])
+        name = (*parts, kv.k.shape[1], rows.q.shape[1], phase)
         if name not in self._places:
-            self._places[name] = _Place(rows.seq, rows.pos, kv.seq_lens, kv.block_table, kv.heads, index, name)
+            if index is not None:
+                self._alive.append(index)
+            ended = self._ended_at(index) if phase == "decode" else None
+            self._places[name] = _Place(rows.seq, rows.pos, kv.seq_lens, kv.block_table, kv.heads, ended, name)
         return self._places[name]
+
+    def _ended_at(self, index: Tensor | None) -> Tensor | None:
+        """The part of `ended` for the rows of these numbers; None: all rows. Computed once for an index."""
+        if self.ended is None or index is None:
+            return self.ended
+        if id(index) not in self._ended:
+            self._ended[id(index)] = self.ended[index]
+        return self._ended[id(index)]
 
     def _spans_name(self, selection: Selection) -> Hashable:
         self._alive.append(selection)
@@ -312,11 +326,7 @@ class Counting:
 
     def _masked(self, x: Tensor, where: _Place, axis: int) -> Tensor:
         """x with zeros for the rows, along `axis`, that are not counted."""
-        return x if self.ended is None else _without(x, self._ended(where.row_index), axis)
-
-    def _ended(self, index: Tensor | None) -> Tensor:
-        assert self.ended is not None
-        return self.ended if index is None else self.ended[index]
+        return x if where.ended is None else _without(x, where.ended, axis)
 
 
 def host_bytes(noted: Sequence[Noted]) -> tuple[int, int, int]:

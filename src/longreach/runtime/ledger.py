@@ -68,7 +68,7 @@ class Ledger:
         self._counting = Counting()
 
     def mask_rows(self, ended: Tensor) -> None:
-        """Do not count these rows of the next pass, bool [R]: their sequences have ended."""
+        """Do not count these decoding rows of the next pass, bool [R]: they pad it, or their sequences have ended."""
         self._counting = Counting(ended)
 
     def add(self, phase: Phase, call: LayerCall, method: str, outcome: Outcome, dense: Selection) -> None:
@@ -146,13 +146,13 @@ class Ledger:
         """Sum the notes of the pass, with a few kernels for all layers whose notes have equal shapes."""
         groups: dict[Hashable, list[tuple[Place, Notes]]] = {}
         for place, notes in self._notes:
-            name = (notes.columns, *(x.shape for x in notes.tensors))
-            groups.setdefault(name, []).append((place, notes))
+            alike = (place[0], notes.columns, *(x.shape for x in notes.tensors))
+            groups.setdefault(alike, []).append((place, notes))
         self._notes = []
         for some in groups.values():
             stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]
             columns = some[0][1].columns(*stacked)
-            if ended is not None:
+            if ended is not None and some[0][0][0] == "decode":
                 columns = columns.masked_fill(ended[:, None, None], 0)
             found = columns.sum(1, dtype=torch.float64)
             name = some[0][1].columns, tuple(place for place, _ in some)

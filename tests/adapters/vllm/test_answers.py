@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import longreach
@@ -27,6 +28,31 @@ def test_ragged_prompts_at_once(decode: str) -> None:
     assert len(report.layers) == 2 * 12
     share = report.fraction("decode")
     assert share is not None and (share == 1.0 if decode == "dense" else 0.1 < share < 0.4)
+
+
+@pytest.mark.parametrize("decode", ["kascade", "quest dense_layers=[0]", "less_is_more"])
+def test_padded_steps(decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs decoding rows are padded to the sizes of captured steps, in steps that read prompts too."""
+    from longreach.adapters.vllm.engine import Engine
+
+    counts = set[int]()
+
+    def padded(self: Engine, requests: int) -> int:
+        counts.add(requests)
+        return -(-requests // 4) * 4
+
+    monkeypatch.setattr(Engine, "padded", padded)
+    ids = ragged()
+    with engine(decode, max_num_batched_tokens=256, enable_chunked_prefill=True) as llm:
+        assert answers(llm, ids) == expected(decode, ids)
+        report = longreach.vllm.report(llm)
+    assert counts >= {1, 8} and len(counts) > 4
+    slot = 2 * 4 * 64 * 4  # bytes of a key and a value of longreach-mini in fp32
+    lengths = [np.arange(len(one) + 1, len(one) + engines.NEW).sum() for one in ids]
+    for layer in report.layers:
+        new = layer.phase == "decode"
+        assert layer.rows == (len(ids) * (engines.NEW - 1) if new else sum(map(len, ids)))
+        assert not new or layer.dense_bytes == slot * int(sum(lengths))
 
 
 def test_the_method_is_really_used() -> None:

@@ -1,4 +1,4 @@
-"""Engines on a GPU: model runner V2, its CUDA graphs, and FlashAttention for prompts.
+"""Engines on a GPU: both model runners, their CUDA graphs, and FlashAttention for prompts.
 
 In bf16 two ways to add numbers choose different tokens where two are nearly alike, so answers are compared up to the
 first difference.
@@ -110,3 +110,55 @@ def test_answers_and_reads(decode: str, more: dict[str, Any], replayed: list[int
     assert decode != MAC or any(layer.notes is not None and max(layer.notes["reuse"]) > 0 for layer in decoded)
     share = report.fraction("decode")
     assert share is not None and (share == 1.0 if decode == "dense" else 0.05 < share < (1.0 if decode == MAC else 0.5))
+
+
+@pytest.mark.parametrize("decode", ["kascade", "quest dense_layers=[0]"])
+def test_model_runner_v1(decode: str, replayed: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+
+    envs.disable_envs_cache()
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    ids = ragged()
+    with engine(decode, **OPTIONS) as llm:
+        assert not llm.llm_engine.vllm_config.use_v2_model_runner
+        replayed.clear()
+        found = answers(llm, ids)
+        report = longreach.vllm.report(llm)
+    envs.disable_envs_cache()
+    shares = leading(ids, found, decode)
+    assert sum(shares) >= ALIKE * len(shares) and sorted(shares)[1] >= EACH, shares
+    assert replayed.count(8) >= engines.NEW - 2
+    assert {layer.rows for layer in report.layers if layer.phase == "decode"} == {len(ids) * (engines.NEW - 1)}
+
+
+@pytest.mark.parametrize("decode", ["dense", "kascade", "quest dense_layers=[0]"])
+def test_steps_that_read_prompts_compile_no_kernel(decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests arrive one after another, so that steps read a prompt while one to seven requests decode."""
+    from triton import knobs
+    from vllm import SamplingParams
+
+    from longreach.adapters.vllm.rows import DecodeBuffers
+
+    compiled, counts, fill = list[str](), set[int](), DecodeBuffers.fill
+
+    def note_kernel(*, fn: Any, **facts: Any) -> None:
+        compiled.append(f"{fn.module}.{fn.name}")
+
+    def note_count(self: DecodeBuffers, batch: Any, slots: Any, requests: Any, rows: Any, count: int, size: int) -> Any:
+        if batch.max_query_len > 1:
+            counts.add(count)
+        return fill(self, batch, slots, requests, rows, count, size)
+
+    greedy = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    with engine(decode, **OPTIONS | {"max_num_batched_tokens": 256}) as llm:
+        monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note_kernel)
+        monkeypatch.setattr(DecodeBuffers, "fill", note_count)
+        core = llm.llm_engine
+        for number, ids in enumerate(ragged()):
+            core.add_request(str(number), {"prompt_token_ids": ids}, greedy)
+            for _ in range(12):
+                core.step()
+        while core.has_unfinished_requests():
+            core.step()
+    assert counts >= set(range(1, 8))
+    assert not [name for name in compiled if name.startswith("longreach")]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from longreach.adapters.vllm.rows import DecodeBuffers, decode_rows, of_requests, prompt_rows
-from longreach.adapters.vllm.splitting import part_of, rows_of, split
+from longreach.adapters.vllm.rows import BatchRows, DecodeBuffers, of_requests, prompt_rows
+from longreach.adapters.vllm.splitting import Split, part_of, rows_of, split
 from longreach.ops import RowRange
 
 
@@ -36,6 +36,13 @@ def batch(*requests: tuple[int, int, bool], padding: int = 0) -> Batch:
         block_table_tensor=table, slot_mapping=slots, positions=None,
         is_prefilling=torch.tensor([reads for *_, reads in requests]),
     )  # fmt: skip
+
+
+def decode_rows(given: Batch, found: Split, slots: torch.Tensor | None, size: int | None = None) -> BatchRows:
+    """The decoding rows of a split, padded to a size."""
+    count, cpu = len(found.decode), torch.device("cpu")
+    part, rows = part_of(found.decode, cpu), part_of(rows_of(found.decode, given), cpu)
+    return DecodeBuffers(8, cpu).fill(given, slots, part, rows, count, size or count)
 
 
 def test_decoding_requests_come_first() -> None:
@@ -76,16 +83,38 @@ def test_batches_that_may_replay_a_graph() -> None:
     found = split(given, whole=True)
     assert (found.decode.tolist(), found.prompt.tolist(), found.dummy) == ([0, 1, 2, 3], [], False)
     buffers = DecodeBuffers(8, torch.device("cpu"))
-    rows = buffers.fill(given, None)
+    every = slice(0, 4)
+    rows = buffers.fill(given, None, every, every, 4, 4)
     assert rows.pos.tolist() == [40, 7, 0, 0] and rows.seq_lens.tolist() == [41, 8, 1, 1]
     assert rows.padding is not None and rows.padding.tolist() == [False, False, True, True]
     assert rows.table.tolist() == [[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]]
-    again = buffers.fill(batch((3, 1, False), (4, 1, False), (5, 1, False), (6, 1, False)), torch.tensor([3, 1, 0, 2]))
+    others = batch((3, 1, False), (4, 1, False), (5, 1, False), (6, 1, False))
+    again = buffers.fill(others, torch.tensor([3, 1, 0, 2]), every, every, 4, 4)
     for name in ("seq", "pos", "seq_lens", "table", "slots", "padding"):
         assert getattr(again, name).data_ptr() == getattr(rows, name).data_ptr()
     assert again.pos.tolist() == [3, 4, 5, 6] and again.slots.tolist() == [3, 1, 0, 2]
     mixed = split(batch((40, 1, False), (7, 2, True)), whole=True)
     assert (mixed.decode.tolist(), mixed.prompt.tolist()) == ([0], [1])
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["first", "apart"])
+def test_decoding_rows_of_a_mixed_batch_are_padded(apart: bool) -> None:
+    """As first requests of the batch, and with a piece of a prompt between them."""
+    decoding, prompt = [(40, 1, False), (7, 1, False)], [(9, 1, True)]
+    given = batch(*(decoding[:1] + prompt + decoding[1:] if apart else decoding + prompt))
+    found = split(given, whole=False)
+    decode = decode_rows(given, found, torch.tensor([5, 6, 7]), 4)
+    assert decode.pos.tolist() == [40, 7, 0, 0] and decode.seq_lens.tolist() == [41, 8, 1, 1]
+    assert decode.padding is not None and decode.padding.tolist() == [False, False, True, True]
+    second = 2 if apart else 1
+    assert decode.slots.tolist() == [5, 5 + second, 8, 8]
+    assert decode.table.tolist() == [*given.block_table_tensor[[0, second]].tolist(), [0, 0, 0], [0, 0, 0]]
+    for rows in (3, 9):  # fewer rows in the batch than with padding, and more
+        query = torch.randn(rows, 2, 4)
+        mine, out = decode.of(query), torch.zeros(rows, 2, 4, dtype=torch.float16)
+        assert mine.shape == (4, 2, 4) and torch.equal(mine[:2], query[[0, second]])
+        decode.put(out, torch.ones(4, 2, 4))
+        assert out.flatten(1).all(1).nonzero().flatten().tolist() == [0, second]
 
 
 @pytest.mark.parametrize("requests", [((0, 1, False), (0, 1, False)), ((0, 4, False), (0, 4, False))])

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from longreach.adapters.vllm.engine import engine_of
-from longreach.adapters.vllm.rows import DecodeBuffers, decode_rows, of_requests, prompt_rows
+from longreach.adapters.vllm.rows import DecodeBuffers, of_requests, prompt_rows
 from longreach.adapters.vllm.settings import Settings
-from longreach.adapters.vllm.splitting import split
+from longreach.adapters.vllm.splitting import part_of, rows_of, split
 from longreach.adapters.vllm.step import Metadata
 
 
@@ -43,14 +43,14 @@ class LongreachBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         batch, engine = common_attn_metadata, self.engine
         engine.allocate()
-        some = split(batch, whole=engine.graphs)
-        slots = engine.slots_of(batch.num_reqs)
+        some, device = split(batch, whole=engine.graphs), batch.seq_lens.device
+        slots, count = engine.slots_of(batch.num_reqs), len(some.decode)
         uniform = engine.graphs and not len(some.prompt)
         decode = prompt = own = None
-        if uniform:
-            decode = self.buffers.fill(batch, slots)
-        elif len(some.decode):
-            decode = decode_rows(batch, some, slots)
+        if count:
+            numbers = (some.decode, some.decode if uniform else rows_of(some.decode, batch))
+            part, rows = (part_of(each, device) for each in numbers)
+            decode = self.buffers.fill(batch, slots, part, rows, count, engine.padded(count))
         if len(some.prompt):
             prompt = prompt_rows(batch, some, slots)
             if self.has_kernels():

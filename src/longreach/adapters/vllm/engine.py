@@ -48,6 +48,7 @@ class Engine:
         self.device = torch.device(config.device_config.device_type)
         self.max_requests: int = config.scheduler_config.max_num_seqs
         self.graphs = bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
+        self.sizes = _sizes(config, self.graphs, self.max_requests)
         self.reservation = Reservation(Needs.of_engine(config, self.method, self.shape), config)
         self.layers: dict[int, Layer] = {}
         self.rotations: dict[int, Rotation] = {}
@@ -145,6 +146,14 @@ class Engine:
 
     # steps
 
+    def padded(self, requests: int) -> int:
+        """To how many rows the decoding rows of a step are padded.
+
+        Triton compiles a kernel for each of some ranges of the number of rows. Captured steps have compiled it for
+        theirs, so all steps have one of these numbers of rows.
+        """
+        return next((size for size in self.sizes if size >= requests), requests)
+
     def step(self, builder: object, *, counted: bool, rows: int, padding: Tensor | None) -> Step:
         """The step that a builder makes metadata for: a new one if it has made its part of the last one.
 
@@ -213,6 +222,17 @@ def engine_of(config: Any) -> Engine:
     if engine is None:
         engine = _engines[key] = Engine(config)
     return engine
+
+
+def _sizes(config: Any, graphs: bool, most: int) -> tuple[int, ...]:
+    """Numbers of decoding rows, ascending: those of captured steps, and powers of two beyond; none on CPUs."""
+    if config.device_config.device_type == "cpu":
+        return ()
+    captured = config.compilation_config.cudagraph_capture_sizes or () if graphs else ()
+    sizes = sorted({size for size in captured if size <= most})
+    largest = sizes[-1] if sizes else 0
+    powers = (1 << n for n in range(most.bit_length()))
+    return (*sizes, *(size for size in powers if size > largest), *((most,) if most > largest else ()))
 
 
 def _shard(shape: ModelShape) -> HeadShard | None:

@@ -9,7 +9,6 @@ from torch import Tensor
 from longreach.adapters.vllm import requests, warm_up
 from longreach.adapters.vllm.engine import engine_of, keys_of, values_of
 from longreach.adapters.vllm.rows import BatchRows
-from longreach.adapters.vllm.splitting import Part
 from longreach.adapters.vllm.step import Metadata
 from longreach.errors import Unsupported
 from longreach.methods.call import LayerCall
@@ -83,8 +82,8 @@ class LongreachImpl:
             self._read_prompts(layer, query, kv_cache, attn_metadata, attn_metadata.prompt, output)
         if attn_metadata.decode is not None:
             rows = attn_metadata.decode
-            call = self._call(step.decode, number, rows, query[rows.rows], *kv)
-            put(output, rows.rows, attend_layer(step.decode, call, window=self.window).partial.out)
+            call = self._call(step.decode, number, rows, rows.of(query), *kv)
+            rows.put(output, attend_layer(step.decode, call, window=self.window).partial.out)
         if number == len(self.engine.layers) - 1:
             self.engine.finish(step)
         return output
@@ -92,17 +91,17 @@ class LongreachImpl:
     def _read_prompts(
         self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Metadata, rows: BatchRows, output: Tensor
     ) -> None:
-        some, p = query[rows.rows], metadata.step.prompt
+        some, p = rows.of(query), metadata.step.prompt
         call = self._call(p, self._number(layer), rows, some, keys_of(kv_cache), values_of(kv_cache))
         if metadata.batch is None:
-            put(output, rows.rows, attend_layer(p, call, window=self.window).partial.out)
+            rows.put(output, attend_layer(p, call, window=self.window).partial.out)
             return
         if isinstance(rows.rows, slice):
             self.attend_prompts(layer, some, kv_cache, metadata, output[rows.rows])
         else:
             found = some.new_empty(some.shape)
             self.attend_prompts(layer, some, kv_cache, metadata, found)
-            put(output, rows.rows, found)
+            rows.put(output, found)
         note_attended(p, call, self.kernels, window=self.window)
 
     def attend_prompts(self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Metadata, output: Tensor) -> None:
@@ -133,11 +132,3 @@ class LongreachImpl:
 
             self.number = extract_layer_index(layer.layer_name)
         return self.number
-
-
-def put(output: Tensor, rows: Part, found: Tensor) -> None:
-    """Write results to rows of an output of any float dtype."""
-    if isinstance(rows, slice):
-        output[rows].copy_(found)
-    else:
-        output[rows] = found.to(output.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from longreach.adapters.vllm.splitting import Part, Split, part_of, rows_of
 from longreach.ops import RowRange
@@ -19,7 +20,7 @@ class BatchRows:
 
     rows: which rows of the batch they are. seq, pos: int [R] each. seq_lens [B], table [B, pages]: of the sequences.
     slots: int [B], the slot of each sequence's state. runs: the rows on the host, if known. padding: bool [R], rows
-    that are not counted; None if all are.
+    that are not counted; None if all are. Behind those of `rows` there may be further ones that pad them to R.
     """
 
     rows: Part
@@ -31,9 +32,24 @@ class BatchRows:
     runs: tuple[RowRange, ...] | None = None
     padding: Tensor | None = None
 
+    def of(self, query: Tensor) -> Tensor:
+        """The rows [R, H, D] of a batch's queries. Those of rows that pad them may be any row's."""
+        size, part = len(self.seq), self.rows
+        if isinstance(part, slice) and part.start + size <= len(query):
+            return query[part.start : part.start + size]
+        some = query[part]
+        return some if len(some) == size else pad(some, (0, 0, 0, 0, 0, size - len(some)))
+
+    def put(self, output: Tensor, found: Tensor) -> None:
+        """Write results [R, H, D] to these rows of a batch's output, of any float dtype."""
+        if isinstance(self.rows, slice):
+            output[self.rows].copy_(found[: self.rows.stop - self.rows.start])
+        else:
+            output[self.rows] = found[: len(self.rows)].to(output.dtype)
+
 
 class DecodeBuffers:
-    """Tensors at fixed addresses for batches of one row a request. Captured CUDA graphs read them.
+    """Tensors at fixed addresses for decoding rows, one a request. Captured CUDA graphs read them.
 
     A row without a place in the cache pads the batch: it sees one slot, of vLLM's null page, which no request owns, its
     state has the slot behind those of requests, and it is not counted. (A row that sees nothing has no best key.)
@@ -47,30 +63,25 @@ class DecodeBuffers:
         self.padding = torch.zeros(requests, dtype=torch.bool, device=device)
         self._table: Tensor | None = None
 
-    def fill(self, batch: Any, slots: Tensor | None) -> BatchRows:
-        """The rows of a CommonAttentionMetadata whose requests have one row each. slots: int [n], else the row's."""
-        n = batch.num_reqs
-        table, padding, lengths, pos = batch.block_table_tensor[:n], self.padding[:n], self.seq_lens[:n], self.pos[:n]
+    def fill(self, batch: Any, slots: Tensor | None, requests: Part, rows: Part, count: int, size: int) -> BatchRows:
+        """The rows of `count` requests of a CommonAttentionMetadata, padded to `size`.
+
+        requests, rows: their numbers in the batch. slots: int [n] of all requests of the batch, else the row's number.
+        """
         if self._table is None:
-            self._table = table.new_zeros(len(self.seq), table.shape[1])
-        here = batch.slot_mapping[:n] >= 0
-        torch.logical_not(here, out=padding)
-        torch.mul(table, here[:, None], out=self._table[:n])
-        torch.mul(batch.seq_lens[:n], here, out=lengths).clamp_(min=1)
-        torch.sub(lengths, 1, out=pos)
+            self._table = batch.block_table_tensor.new_zeros(len(self.seq), batch.block_table_tensor.shape[1])
+        table, padding, lengths, pos = self._table[:size], self.padding[:size], self.seq_lens[:size], self.pos[:size]
+        here = batch.slot_mapping[rows] >= 0
+        torch.logical_not(here, out=padding[:count])
+        torch.mul(batch.block_table_tensor[requests], here[:, None], out=table[:count])
+        torch.mul(batch.seq_lens[requests], here, out=lengths[:count])
+        for each, value in ((padding, True), (table, 0), (lengths, 0)):
+            each[count:].fill_(value)
+        torch.sub(lengths.clamp_(min=1), 1, out=pos)
         if slots is not None:
-            self.slots[:n].copy_(slots[:n]).masked_fill_(padding, len(self.seq))
-        return BatchRows(slice(0, n), self.seq[:n], pos, lengths, self._table[:n], self.slots[:n], padding=padding)
-
-
-def decode_rows(batch: Any, split: Split, slots: Tensor | None) -> BatchRows:
-    """The decoding rows of a batch that also reads prompts. slots: int [n] of all requests, else their numbers."""
-    device = batch.seq_lens.device
-    some, rows = part_of(split.decode, device), part_of(rows_of(split.decode, batch), device)
-    lengths = batch.seq_lens[some]
-    seq = torch.arange(len(split.decode), device=device)
-    pos = lengths.long() - 1
-    return BatchRows(rows, seq, pos, lengths, batch.block_table_tensor[some], seq if slots is None else slots[some])
+            self.slots[:count].copy_(slots[requests])
+            self.slots[:size].masked_fill_(padding, len(self.seq))
+        return BatchRows(rows, self.seq[:size], pos, lengths, table, self.slots[:size], padding=padding)
 
 
 def prompt_rows(batch: Any, split: Split, slots: Tensor | None) -> BatchRows:
