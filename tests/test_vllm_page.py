@@ -81,6 +81,22 @@ def test_requests_that_arrive_at_once() -> None:
     assert record("vllm-times-unpadded")["engines"][0]["options"]["max_num_seqs"] == 112
 
 
+def test_what_was_measured_twice() -> None:
+    found = record("vllm-times-unpadded")["cases"]
+
+    def speeds(method: str, case: str) -> str:
+        targets = [one for one in found[case]["targets"] if one["of"].startswith(f"{method},")]
+        return ", ".join(f"{one['got']:.2f}" for one in targets)
+
+    assert [one["batch"] for one in found["tpot-128k"]["measurements"][:3]] == [1, 4, 6]
+    ours, dense = (f"{speeds(name, 'tpot-8k')} and {speeds(name, 'tpot-128k')}" for name in ("kascade", "dense"))
+    assert f"Speed-ups of `kascade`: {ours}. Of `dense`: {dense}." in WORDS
+    (first,) = (one["got"] for one in found["ttft"]["targets"] if one["of"].startswith("kascade"))
+    assert f"TTFT with `kascade` took {1 / first - 1:.1%} longer" in WORDS
+    missed = [(one["of"], case) for case in found for one in found[case]["targets"] if one.get("reached") is False]
+    assert missed == [("dense, batch as many as fit", "tpot-8k-fit"), ("kascade, batch 32", "load-at-once")]
+
+
 def test_scores() -> None:
     found, compare = record("vllm-quality"), script("quality").compare
     assert not found["dirty"] and found["device"]["name"] == "NVIDIA H200" and found["versions"]["vllm"] == "0.26.0"
@@ -92,7 +108,8 @@ def test_scores() -> None:
             one = compare(found["loop"][method][length], found["vllm"][method][length])
             assert one.agree and len(found["vllm"][method][length]) == 11, name
             assert all(len(scores) == found["samples"] == 20 for scores in found["vllm"][method][length].values())
-            expected += [f"{one.loop:.3f} ± {one.half:.3f}", f"{one.vllm:.3f}", f"{one.difference:+.3f}"]
+            change = f"{one.difference:+.3f}".replace("-0.000", "0.000")
+            expected += [f"{one.loop:.3f} ± {one.half:.3f}", f"{one.vllm:.3f}", change]
         assert shown == expected, name
 
 

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -152,19 +153,23 @@ def allocations(worker: Any) -> int:
     return torch.cuda.memory_stats().get("num_device_alloc", 0)
 
 
-def compilations(worker: Any) -> int:
-    """How many Triton kernels a worker's process has compiled since the first call. vLLM calls it in each worker."""
+def compilations(worker: Any) -> list[str]:
+    """longreach's Triton kernels that a worker's process has compiled since the last call; none at the first call.
+
+    Kernels from Triton's cache are among them. vLLM calls it in each worker.
+    """
     from triton import knobs
 
     if not hasattr(worker, "compiled_kernels"):
-        worker.compiled_kernels, before = 0, knobs.runtime.jit_post_compile_hook
+        worker.compiled_kernels, before = [], knobs.runtime.jit_post_compile_hook
 
-        def count(**facts: Any) -> Any:
-            worker.compiled_kernels += 1
-            return before(**facts) if before else None
+        def note(*, fn: Any, **facts: Any) -> Any:
+            if fn.module.startswith("longreach."):
+                worker.compiled_kernels.append(fn.name)
+            return before(fn=fn, **facts) if before else None
 
-        knobs.runtime.jit_post_compile_hook = count
-    found: int = worker.compiled_kernels
+        knobs.runtime.jit_post_compile_hook = note
+    found, worker.compiled_kernels = worker.compiled_kernels, []
     return found
 
 
@@ -261,8 +266,9 @@ def run(folder: Path, method: str, names: list[str], out: Path) -> None:
         now = llm.collective_rpc(allocations)
         since = [after - before for before, after in zip(at_start, now, strict=True)]
         with out.open("a") as stream:
-            counts = {"allocations_since_start": since, "kernels_compiled": llm.collective_rpc(compilations)}
-            stream.write(json.dumps(found | facts | counts) + "\n")
+            compiled = Counter(name for names in llm.collective_rpc(compilations) for name in names)
+            line = found | facts | {"allocations_since_start": since, "kernels_compiled": compiled}
+            stream.write(json.dumps(line) + "\n")
 
     step_times(llm, prompts(1, K, seed=3000), 16)
     for name in (name for name in names if method in (PLAIN, *CASES[name].methods)):
@@ -332,6 +338,11 @@ def show(found: list[dict[str, Any]], method: str) -> None:
                 if key == keys[0] and target_of(one) is not None:
                     text += f" (to reach: {target_of(one)}x)"
             print(text, flush=True)
+        compiled = sum(one.get("kernels_compiled", {}).values())
+        if compiled:
+            print(
+                f"{one['case']} {method} batch {one['batch']}: compiled {compiled} of longreach's kernels", flush=True
+            )
 
 
 def run_command(command: list[str], seconds: int, environ: dict[str, str] | None = None) -> str:

@@ -26,7 +26,7 @@ FORMAT = 2
 SAME = ("commit", "dirty", "versions", "layers")
 ENGINE = (
     "method", "ranks", "device", "visible_gpus", "started_at", "start_seconds", "options", "read_of_dense",
-    "allocations_since_start", "kernels_compiled",
+    "allocations_since_start",
 )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def record(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def engines(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry for each engine: its set-up and start time, and what it read, allocated and compiled in all cases."""
+    """One entry for each engine: its set-up, its start time, and its reads and allocations over all of its cases."""
     last: dict[tuple[str, float], dict[str, Any]] = {}
     for line in lines:
         key = line["method"], line["started_at"]

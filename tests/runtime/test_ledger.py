@@ -279,6 +279,26 @@ def test_a_report_in_the_middle_of_a_pass_is_that_of_whole_passes() -> None:
     assert {layer.steps for layer in asked.report().layers} == {2} and len(asked._sums) == 1
 
 
+def test_rows_of_prompts_count_while_decoding_rows_are_masked() -> None:
+    """In one pass with both, of as many rows, and an observer of the prompts."""
+    made = Step((DENSE,), (DENSE,), torch.tensor([30, 12]))._replace(notes=notes_of(torch.ones(2, 4)))
+    masked, plain = Ledger(), Ledger()
+    masked.mask_rows(torch.tensor([False, True]))
+    for ledger in (masked, plain):
+        add(ledger, call(), made)
+        add(ledger, call(), made, phase="prefill")
+        watched = call().observer()
+        watched.count_read(Read(DENSE, 2, 3, 4))
+        ledger.add_observer("prefill", watched, Quest())
+    prompt, decoded = committed(masked).layers
+    assert prompt == committed(plain).layers[0]
+    assert masked.report(Quest()).layers[0] == plain.report(Quest()).layers[0]
+    assert (prompt.rows, prompt.metadata_bytes, decoded.rows, decoded.metadata_bytes) == (2, 42, 1, 30)
+    assert decoded.key_bytes == 10 * 2 * VECTOR and prompt.key_bytes == 14 * 2 * VECTOR
+    assert prompt.notes is not None and decoded.notes is not None
+    assert (prompt.notes["sums"], decoded.notes["sums"]) == ([[2.0, 4.0]] * 4, [[1.0, 2.0]] * 4)
+
+
 def test_reads_that_the_host_counted_need_no_op_and_are_in_reports_of_all_methods() -> None:
     """Of methods that choose; those of an observer are in the reports for it alone."""
     ledger, ops = Ledger(), list[str]()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from longreach.methods.call import LayerCall, Noted, Phase
+from longreach.methods.call import LayerCall, Noted
 from longreach.ops import KVView, Lists, PackedLists, Rows, Selection, Spans, TileLists
 from longreach.ops.doors import Later
 
@@ -75,7 +75,7 @@ class _Visible(NamedTuple):
 
 
 class Counting:
-    """Counts of one pass. ended: bool [R], decoding rows of the pass that are not counted; None if all are."""
+    """Counts of one pass. ended: bool [R], rows of its masked layers that are not counted; None if all are."""
 
     def __init__(self, ended: Tensor | None = None):
         self.ended = ended
@@ -90,19 +90,19 @@ class Counting:
         self._ended: dict[int, Tensor] = {}  # id of an index of rows -> its part of `ended`
         self._alive: list[Any] = []  # keeps objects whose ids are in names alive
 
-    def add(self, place: Any, noted: Sequence[Noted], call: LayerCall, dense: Selection | None) -> None:
-        """Count the reads of one layer that the host has not counted. dense: the selection of exact attention; None for
-        an observer."""
+    def add(
+        self, place: Any, noted: Sequence[Noted], call: LayerCall, dense: Selection | None, *, masked: bool = True
+    ) -> None:
+        """Count the reads of one layer that the host has not counted.
+
+        dense: the selection of exact attention; None for an observer. masked: whether `ended` is of the call's rows.
+        """
         counted = (one for one in noted if not isinstance(one.read.counted, int))
-        terms = [term for one in counted for term in self._terms(one, call.phase)]
+        terms = [term for one in counted for term in self._terms(one, masked)]
         if dense is not None:
-            vector, where = (
-                call.kv.k.shape[3] * call.kv.k.element_size(),
-                self._place(call.rows, call.kv, call.index, call.phase),
-            )
-            terms += self._slots(
-                call.rows, call.kv, where, dense, {DENSE: vector * (1 if call.kv.values_in_keys else 2)}
-            )
+            where = self._place(call.rows, call.kv, call.index, masked)
+            slot = call.kv.k.shape[3] * call.kv.k.element_size() * (1 if call.kv.values_in_keys else 2)
+            terms += self._slots(call.rows, call.kv, where, dense, {DENSE: slot})
             terms.append(Term(ROWS, self._rows(where), 1))
         self.layers.append((place, tuple(terms)))
 
@@ -127,8 +127,8 @@ class Counting:
             coefficients[key] = matrix.to(counted.device)
         return tuple(place for place, _ in self.layers), (coefficients[key] * counted).sum(-1)
 
-    def _terms(self, noted: Noted, phase: Phase) -> list[Term]:
-        read, where = noted.read, self._place(noted.rows, noted.kv, noted.part, phase)
+    def _terms(self, noted: Noted, masked: bool) -> list[Term]:
+        read, where = noted.read, self._place(noted.rows, noted.kv, noted.part, masked)
         terms: list[Term] = []
         if isinstance(read.other, Later):
             terms.append(Term(METADATA, self._compute_later(read.other, where), 1))
@@ -242,13 +242,13 @@ class Counting:
         """The name of the sum of int [R, ...] over the rows; sums of equal shapes are computed together at the end."""
         if given.is_floating_point() or given.dtype == torch.bool:
             raise TypeError(f"bytes and slots of rows: expected int [R, ...], got {given.dtype}")
-        name = ("given", id(given))
+        name = ("given", id(given), where.name)
         self._per_row[name] = (given, where)
         return name
 
     def _compute_later(self, later: Later, where: _Place) -> Hashable:
         """The name of the sum over the rows of what is computed at the end."""
-        name = ("later", id(later.numbers[0]))
+        name = ("later", id(later.numbers[0]), where.name)
         self._later[name] = (later, where)
         return name
 
@@ -295,13 +295,13 @@ class Counting:
             self._counts[name] = count if where.ended is None else count - where.ended.sum()
         return name
 
-    def _place(self, rows: Rows, kv: KVView, index: Tensor | None, phase: Phase) -> _Place:
+    def _place(self, rows: Rows, kv: KVView, index: Tensor | None, masked: bool) -> _Place:
         parts = (id(rows.seq), id(rows.pos), id(kv.seq_lens), id(kv.block_table), id(index))
-        name = (*parts, kv.k.shape[1], rows.q.shape[1], phase)
+        name = (*parts, kv.k.shape[1], rows.q.shape[1], masked)
         if name not in self._places:
             if index is not None:
                 self._alive.append(index)
-            ended = self._ended_at(index) if phase == "decode" else None
+            ended = self._ended_at(index) if masked else None
             self._places[name] = _Place(rows.seq, rows.pos, kv.seq_lens, kv.block_table, kv.heads, ended, name)
         return self._places[name]
 

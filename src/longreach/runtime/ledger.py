@@ -78,7 +78,7 @@ class Ledger:
         """
         place, notes = (phase, call.layer, None), outcome.notes
         with torch.inference_mode(False):
-            self._counting.add(place, call.meter.noted, call, dense)
+            self._counting.add(place, call.meter.noted, call, dense, masked=_masked(phase))
         how = None if notes is None else notes._replace(tensors=())
         read = host_bytes(call.meter.noted)
         self._noted.append(HostCount(place, method, _impls(call), _dense(phase, call, outcome), how, read))
@@ -91,7 +91,7 @@ class Ledger:
         place = (phase, call.layer, observer)
         if not all(isinstance(one.read.counted, int) for one in call.meter.noted):
             with torch.inference_mode(False):
-                self._counting.add(place, call.meter.noted, call, None)
+                self._counting.add(place, call.meter.noted, call, None, masked=_masked(phase))
         self._noted.append(HostCount(place, observer.name, _impls(call), read=host_bytes(call.meter.noted)))
 
     def add_eviction(self, call: LayerCall, eviction: Configured) -> None:
@@ -152,7 +152,8 @@ class Ledger:
         for some in groups.values():
             stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]
             columns = some[0][1].columns(*stacked)
-            if ended is not None and some[0][0][0] == "decode":
+            phase, _, _ = some[0][0]
+            if ended is not None and _masked(phase):
                 columns = columns.masked_fill(ended[:, None, None], 0)
             found = columns.sum(1, dtype=torch.float64)
             name = some[0][1].columns, tuple(place for place, _ in some)
@@ -240,6 +241,11 @@ class Ledger:
                 key = columns, place
                 totals[key] = totals[key] + row if key in totals else row
         return totals
+
+
+def _masked(phase: Phase) -> bool:
+    """Whether `mask_rows` is of rows of this phase."""
+    return phase == "decode"
 
 
 def _dense(phase: Phase, call: LayerCall, outcome: Outcome) -> tuple[str, int] | None:

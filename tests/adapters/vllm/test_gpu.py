@@ -131,9 +131,12 @@ def test_model_runner_v1(decode: str, replayed: list[int], monkeypatch: pytest.M
     assert {layer.rows for layer in report.layers if layer.phase == "decode"} == {len(ids) * (engines.NEW - 1)}
 
 
-@pytest.mark.parametrize("decode", ["dense", "kascade", "quest dense_layers=[0]"])
+@pytest.mark.parametrize("decode", ["dense", "kascade", "kascade scoring=int8", "quest dense_layers=[0]", "loki"])
 def test_steps_that_read_prompts_compile_no_kernel(decode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests arrive one after another, so that steps read a prompt while one to seven requests decode."""
+    """Requests arrive one after another, so that steps read a prompt while one to seven requests decode.
+
+    Before, the prompts alone are read: kernels that only read prompts are compiled then.
+    """
     from triton import knobs
     from vllm import SamplingParams
 
@@ -151,6 +154,8 @@ def test_steps_that_read_prompts_compile_no_kernel(decode: str, monkeypatch: pyt
 
     greedy = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
     with engine(decode, **OPTIONS | {"max_num_batched_tokens": 256}) as llm:
+        for ids in ragged():
+            answers(llm, [ids], 2)
         monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note_kernel)
         monkeypatch.setattr(DecodeBuffers, "fill", note_count)
         core = llm.llm_engine

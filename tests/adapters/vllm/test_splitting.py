@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from longreach.adapters.vllm.rows import BatchRows, DecodeBuffers, of_requests, prompt_rows
+from longreach.adapters.vllm.rows import BatchRows, DecodeBuffers, decode_sizes, of_requests, prompt_rows
 from longreach.adapters.vllm.splitting import Split, part_of, rows_of, split
 from longreach.ops import RowRange
 
@@ -120,6 +120,28 @@ def test_decoding_rows_of_a_mixed_batch_are_padded(apart: bool) -> None:
 @pytest.mark.parametrize("requests", [((0, 1, False), (0, 1, False)), ((0, 4, False), (0, 4, False))])
 def test_warm_up_is_told_from_requests(requests: tuple[tuple[int, int, bool], ...]) -> None:
     assert split(batch(*requests), whole=False).dummy
+
+
+@pytest.mark.parametrize(
+    ("device", "full", "most", "captured", "expected"),
+    [
+        ("cuda", True, 8, [1, 4, 8, 16], (1, 4, 8)),
+        ("cuda", True, 40, [4, 1], (1, 4, 8, 16, 32, 40)),
+        ("cuda", True, 6, None, (1, 2, 4, 6)),
+        ("cuda", False, 8, [1, 3], (1, 2, 4, 8)),
+        ("cpu", False, 8, [1, 3], ()),
+    ],
+)
+def test_sizes_of_steps(
+    device: str, full: bool, most: int, captured: list[int] | None, expected: tuple[int, ...]
+) -> None:
+    config = SimpleNamespace(
+        device_config=SimpleNamespace(device_type=device), scheduler_config=SimpleNamespace(max_num_seqs=most),
+        compilation_config=SimpleNamespace(
+            cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full), cudagraph_capture_sizes=captured
+        ),
+    )  # fmt: skip
+    assert decode_sizes(config) == expected
 
 
 def test_parts() -> None:

@@ -45,12 +45,12 @@ class LongreachBuilder:
         engine.allocate()
         some, device = split(batch, whole=engine.graphs), batch.seq_lens.device
         slots, count = engine.slots_of(batch.num_reqs), len(some.decode)
-        uniform = engine.graphs and not len(some.prompt)
+        uniform = engine.graphs and batch.max_query_len == 1  # as split takes it
         decode = prompt = own = None
         if count:
-            numbers = (some.decode, some.decode if uniform else rows_of(some.decode, batch))
-            part, rows = (part_of(each, device) for each in numbers)
-            decode = self.buffers.fill(batch, slots, part, rows, count, engine.padded(count))
+            requests = part_of(some.decode, device)
+            rows = requests if uniform else part_of(rows_of(some.decode, batch), device)
+            decode = self.buffers.fill(batch, slots, requests, rows, count, engine.padded(count))
         if len(some.prompt):
             prompt = prompt_rows(batch, some, slots)
             if self.has_kernels():

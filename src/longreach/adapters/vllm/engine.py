@@ -12,6 +12,7 @@ from longreach.adapters.vllm import versions
 from longreach.adapters.vllm.checks import bare_call, check_pages, shape_of
 from longreach.adapters.vllm.memory import Needs, Reservation
 from longreach.adapters.vllm.rotation import Rotation
+from longreach.adapters.vllm.rows import decode_sizes
 from longreach.adapters.vllm.settings import Settings
 from longreach.adapters.vllm.step import Step
 from longreach.errors import InvalidInput, Unsupported
@@ -48,7 +49,7 @@ class Engine:
         self.device = torch.device(config.device_config.device_type)
         self.max_requests: int = config.scheduler_config.max_num_seqs
         self.graphs = bool(config.compilation_config.cudagraph_mode.has_full_cudagraphs())
-        self.sizes = _sizes(config, self.graphs, self.max_requests)
+        self.sizes = decode_sizes(config)
         self.reservation = Reservation(Needs.of_engine(config, self.method, self.shape), config)
         self.layers: dict[int, Layer] = {}
         self.rotations: dict[int, Rotation] = {}
@@ -149,15 +150,15 @@ class Engine:
     def padded(self, requests: int) -> int:
         """To how many rows the decoding rows of a step are padded.
 
-        Triton compiles a kernel for each of some ranges of the number of rows. Captured steps have compiled it for
-        theirs, so all steps have one of these numbers of rows.
+        Triton compiles several variants of a kernel, by the number of rows. Capture compiles those of captured sizes,
+        so steps that read prompts too use the same sizes.
         """
         return next((size for size in self.sizes if size >= requests), requests)
 
     def step(self, builder: object, *, counted: bool, rows: int, padding: Tensor | None) -> Step:
         """The step that a builder makes metadata for: a new one if it has made its part of the last one.
 
-        counted, rows: as in Step. padding: bool [rows], those that pad the batch; None where none does.
+        counted, rows: as in Step. padding: bool [R], decoding rows that are not counted; None if no row decodes.
         """
         if self._step is None or id(builder) in self._step.builders:
             self.settle()
@@ -222,17 +223,6 @@ def engine_of(config: Any) -> Engine:
     if engine is None:
         engine = _engines[key] = Engine(config)
     return engine
-
-
-def _sizes(config: Any, graphs: bool, most: int) -> tuple[int, ...]:
-    """Numbers of decoding rows, ascending: those of captured steps, and powers of two beyond; none on CPUs."""
-    if config.device_config.device_type == "cpu":
-        return ()
-    captured = config.compilation_config.cudagraph_capture_sizes or () if graphs else ()
-    sizes = sorted({size for size in captured if size <= most})
-    largest = sizes[-1] if sizes else 0
-    powers = (1 << n for n in range(most.bit_length()))
-    return (*sizes, *(size for size in powers if size > largest), *((most,) if most > largest else ()))
 
 
 def _shard(shape: ModelShape) -> HeadShard | None:

@@ -20,7 +20,7 @@ class BatchRows:
 
     rows: which rows of the batch they are. seq, pos: int [R] each. seq_lens [B], table [B, pages]: of the sequences.
     slots: int [B], the slot of each sequence's state. runs: the rows on the host, if known. padding: bool [R], rows
-    that are not counted; None if all are. Behind those of `rows` there may be further ones that pad them to R.
+    that are not counted; None if all are. R may exceed the number of `rows`: the last ones are padding.
     """
 
     rows: Part
@@ -33,7 +33,7 @@ class BatchRows:
     padding: Tensor | None = None
 
     def of(self, query: Tensor) -> Tensor:
-        """The rows [R, H, D] of a batch's queries. Those of rows that pad them may be any row's."""
+        """These rows of a batch's queries, [R, H, D]. Queries of padding rows are arbitrary."""
         size, part = len(self.seq), self.rows
         if isinstance(part, slice) and part.start + size <= len(query):
             return query[part.start : part.start + size]
@@ -84,12 +84,28 @@ class DecodeBuffers:
         return BatchRows(rows, self.seq[:size], pos, lengths, table, self.slots[:size], padding=padding)
 
 
+def decode_sizes(config: Any) -> tuple[int, ...]:
+    """Numbers of decoding rows to which those of a step are padded, ascending; none on a CPU.
+
+    config: a VllmConfig. The sizes are those of captured steps, powers of two beyond them, and the most requests.
+    """
+    if config.device_config.device_type == "cpu":
+        return ()
+    most, compilation, captured = config.scheduler_config.max_num_seqs, config.compilation_config, []
+    if compilation.cudagraph_mode.has_full_cudagraphs():
+        captured = sorted({size for size in compilation.cudagraph_capture_sizes or () if size <= most})
+    largest = captured[-1] if captured else 0
+    powers = {1 << n for n in range(most.bit_length())}
+    return (*captured, *sorted(size for size in powers | {most} if size > largest))
+
+
 def prompt_rows(batch: Any, split: Split, slots: Tensor | None) -> BatchRows:
     """The rows of prompts in a batch. slots: int [n] of all requests, else their numbers."""
     device, counts = batch.seq_lens.device, split.lengths[split.prompt]
     some, rows = part_of(split.prompt, device), part_of(rows_of(split.prompt, batch), device)
     total, sequences = int(counts.sum()), len(counts)
-    seq_lens = batch.seq_lens[some]
+    # copies: Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes
+    seq_lens, table = batch.seq_lens[some].clone(), batch.block_table_tensor[some].clone()
     ends = (batch.query_start_loc[1:] - batch.query_start_loc[:-1])[some].long()
     order = torch.arange(sequences, device=device)
     seq = torch.repeat_interleave(order, ends, output_size=total)
@@ -98,9 +114,7 @@ def prompt_rows(batch: Any, split: Split, slots: Tensor | None) -> BatchRows:
     pos = torch.arange(total, device=device) - last[seq] + seq_lens[seq].long() - 1
     firsts = split.computed[split.prompt]
     runs = tuple(RowRange(int(n), b, int(first)) for b, (n, first) in enumerate(zip(counts, firsts, strict=True)))
-    return BatchRows(
-        rows, seq, pos, seq_lens, batch.block_table_tensor[some], order if slots is None else slots[some], runs
-    )
+    return BatchRows(rows, seq, pos, seq_lens, table, order if slots is None else slots[some].clone(), runs)
 
 
 def of_requests(batch: Any, split: Split, forget: dict[str, None]) -> Any:

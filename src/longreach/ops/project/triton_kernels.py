@@ -10,7 +10,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)  # kernels run in Python, on CPU tensors
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def project_rows(
     q, seq_of, slot_of, memory, basis, projected, rows, GROUP: tl.constexpr, GROUP2: tl.constexpr,
     TILE: tl.constexpr, KEYS: tl.constexpr, D: tl.constexpr, D2: tl.constexpr, WIDTH: tl.constexpr,
