@@ -55,6 +55,21 @@ def test_higher_throughput_is_better(capsys: pytest.CaptureFixture[str]) -> None
     ]
 
 
+def test_compiled_kernels_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of longreach, since the last call; another hook is called as before."""
+    knobs, measure, seen = pytest.importorskip("triton").knobs, script("measure"), list[str]()
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *, fn, **facts: seen.append(fn.name))
+    worker = SimpleNamespace()
+    assert measure.compilations(worker) == []
+    for module, name in (("longreach.ops.attend", "attend_pieces"), ("vllm.v1", "sample"), ("longreach.ops", "score")):
+        knobs.runtime.jit_post_compile_hook(key="", repr="", fn=SimpleNamespace(module=module, name=name))
+    assert measure.compilations(worker) == ["attend_pieces", "score"] and measure.compilations(worker) == []
+    assert seen == ["attend_pieces", "sample", "score"]
+    one = {"case": "ttft", "method": "kascade", "batch": 1, "ttft_ms": 9.0, "kernels_compiled": {"score": 2, "sum": 1}}
+    measure.show([one], "kascade")
+    assert capsys.readouterr().out.splitlines()[1] == "ttft kascade batch 1: compiled 3 of longreach's kernels"
+
+
 def test_prompts_share_their_beginnings_and_no_two_are_alike() -> None:
     measure = script("measure")
     few, more = measure.prompts(2, 40), measure.prompts(3, 100)

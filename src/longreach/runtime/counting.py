@@ -282,9 +282,9 @@ class Counting:
         if name not in self._counts:
             # filled on the device, as copying a number to it would be a sync
             whole = torch.full((), amount, dtype=torch.int64, device=where.pos.device)
-            self._counts[name] = (
-                whole if where.ended is None else whole * self._counts[self._rows(where)] // max(1, rows)
-            )
+            if where.ended is not None:
+                whole = whole * self._counts[self._rows(where)] // max(1, rows)
+            self._counts[name] = whole
         return name
 
     def _rows(self, where: _Place) -> Hashable:
@@ -292,7 +292,9 @@ class Counting:
         name = ("rows", where.name)
         if name not in self._counts:
             count = torch.full((), where.pos.shape[0], dtype=torch.int64, device=where.pos.device)
-            self._counts[name] = count if where.ended is None else count - where.ended.sum()
+            if where.ended is not None:
+                count = count - where.ended.sum()
+            self._counts[name] = count
         return name
 
     def _place(self, rows: Rows, kv: KVView, index: Tensor | None, masked: bool) -> _Place:
@@ -306,9 +308,11 @@ class Counting:
         return self._places[name]
 
     def _ended_at(self, index: Tensor | None) -> Tensor | None:
-        """The part of `ended` for the rows of these numbers; None: all rows. Computed once for an index."""
-        if self.ended is None or index is None:
+        """`ended` of the rows that `index` names; without an index, of all rows. Computed once for an index."""
+        if index is None:
             return self.ended
+        if self.ended is None:
+            return None
         if id(index) not in self._ended:
             self._ended[id(index)] = self.ended[index]
         return self._ended[id(index)]
@@ -326,7 +330,9 @@ class Counting:
 
     def _masked(self, x: Tensor, where: _Place, axis: int) -> Tensor:
         """x with zeros for the rows, along `axis`, that are not counted."""
-        return x if where.ended is None else _without(x, where.ended, axis)
+        if where.ended is None:
+            return x
+        return _without(x, where.ended, axis)
 
 
 def host_bytes(noted: Sequence[Noted]) -> tuple[int, int, int]:

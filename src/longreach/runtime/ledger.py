@@ -146,8 +146,9 @@ class Ledger:
         """Sum the notes of the pass, with a few kernels for all layers whose notes have equal shapes."""
         groups: dict[Hashable, list[tuple[Place, Notes]]] = {}
         for place, notes in self._notes:
-            alike = (place[0], notes.columns, *(x.shape for x in notes.tensors))
-            groups.setdefault(alike, []).append((place, notes))
+            phase, _, _ = place
+            shapes = (x.shape for x in notes.tensors)
+            groups.setdefault((phase, notes.columns, *shapes), []).append((place, notes))
         self._notes = []
         for some in groups.values():
             stacked = [torch.stack(x) for x in zip(*(notes.tensors for _, notes in some), strict=True)]

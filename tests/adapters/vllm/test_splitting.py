@@ -40,9 +40,7 @@ def batch(*requests: tuple[int, int, bool], padding: int = 0) -> Batch:
 
 def decode_rows(given: Batch, found: Split, slots: torch.Tensor | None, size: int | None = None) -> BatchRows:
     """The decoding rows of a split, padded to a size."""
-    count, cpu = len(found.decode), torch.device("cpu")
-    part, rows = part_of(found.decode, cpu), part_of(rows_of(found.decode, given), cpu)
-    return DecodeBuffers(8, cpu).fill(given, slots, part, rows, count, size or count)
+    return DecodeBuffers(8, torch.device("cpu")).fill(given, found, slots, size or len(found.decode))
 
 
 def test_decoding_requests_come_first() -> None:
@@ -83,13 +81,12 @@ def test_batches_that_may_replay_a_graph() -> None:
     found = split(given, whole=True)
     assert (found.decode.tolist(), found.prompt.tolist(), found.dummy) == ([0, 1, 2, 3], [], False)
     buffers = DecodeBuffers(8, torch.device("cpu"))
-    every = slice(0, 4)
-    rows = buffers.fill(given, None, every, every, 4, 4)
+    rows = buffers.fill(given, found, None, 4)
     assert rows.pos.tolist() == [40, 7, 0, 0] and rows.seq_lens.tolist() == [41, 8, 1, 1]
     assert rows.padding is not None and rows.padding.tolist() == [False, False, True, True]
     assert rows.table.tolist() == [[1, 2, 3], [4, 5, 6], [0, 0, 0], [0, 0, 0]]
     others = batch((3, 1, False), (4, 1, False), (5, 1, False), (6, 1, False))
-    again = buffers.fill(others, torch.tensor([3, 1, 0, 2]), every, every, 4, 4)
+    again = buffers.fill(others, split(others, whole=True), torch.tensor([3, 1, 0, 2]), 4)
     for name in ("seq", "pos", "seq_lens", "table", "slots", "padding"):
         assert getattr(again, name).data_ptr() == getattr(rows, name).data_ptr()
     assert again.pos.tolist() == [3, 4, 5, 6] and again.slots.tolist() == [3, 1, 0, 2]

@@ -9,7 +9,7 @@ import torch
 from longreach.adapters.vllm.engine import engine_of
 from longreach.adapters.vllm.rows import DecodeBuffers, of_requests, prompt_rows
 from longreach.adapters.vllm.settings import Settings
-from longreach.adapters.vllm.splitting import part_of, rows_of, split
+from longreach.adapters.vllm.splitting import split
 from longreach.adapters.vllm.step import Metadata
 
 
@@ -43,21 +43,18 @@ class LongreachBuilder:
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Metadata:
         batch, engine = common_attn_metadata, self.engine
         engine.allocate()
-        some, device = split(batch, whole=engine.graphs), batch.seq_lens.device
-        slots, count = engine.slots_of(batch.num_reqs), len(some.decode)
-        uniform = engine.graphs and batch.max_query_len == 1  # as split takes it
+        some = split(batch, whole=engine.graphs)
+        slots = engine.slots_of(batch.num_reqs)
         decode = prompt = own = None
-        if count:
-            requests = part_of(some.decode, device)
-            rows = requests if uniform else part_of(rows_of(some.decode, batch), device)
-            decode = self.buffers.fill(batch, slots, requests, rows, count, engine.padded(count))
+        if len(some.decode):
+            decode = self.buffers.fill(batch, some, slots, engine.padded(len(some.decode)))
         if len(some.prompt):
             prompt = prompt_rows(batch, some, slots)
             if self.has_kernels():
                 alone = of_requests(batch, some, engine.version.forget_caches())
                 own = super().build(0, alone, fast_build)  # type: ignore[misc]
         step = engine.step(
-            self, counted=not some.dummy, rows=batch.num_reqs if uniform else 0,
+            self, counted=not some.dummy, rows=batch.num_reqs if some.uniform else 0,
             padding=decode.padding if decode is not None else None,
         )  # fmt: skip
         return Metadata(step, decode, prompt, own)

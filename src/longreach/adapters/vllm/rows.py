@@ -63,11 +63,15 @@ class DecodeBuffers:
         self.padding = torch.zeros(requests, dtype=torch.bool, device=device)
         self._table: Tensor | None = None
 
-    def fill(self, batch: Any, slots: Tensor | None, requests: Part, rows: Part, count: int, size: int) -> BatchRows:
-        """The rows of `count` requests of a CommonAttentionMetadata, padded to `size`.
+    def fill(self, batch: Any, split: Split, slots: Tensor | None, size: int) -> BatchRows:
+        """The decoding rows of a CommonAttentionMetadata, padded to `size`.
 
-        requests, rows: their numbers in the batch. slots: int [n] of all requests of the batch, else the row's number.
+        slots: int [n] of all requests of the batch, else the row's number.
         """
+        device, count = batch.seq_lens.device, len(split.decode)
+        requests = rows = part_of(split.decode, device)
+        if not split.uniform:
+            rows = part_of(rows_of(split.decode, batch), device)
         if self._table is None:
             self._table = batch.block_table_tensor.new_zeros(len(self.seq), batch.block_table_tensor.shape[1])
         table, padding, lengths, pos = self._table[:size], self.padding[:size], self.seq_lens[:size], self.pos[:size]
@@ -114,7 +118,8 @@ def prompt_rows(batch: Any, split: Split, slots: Tensor | None) -> BatchRows:
     pos = torch.arange(total, device=device) - last[seq] + seq_lens[seq].long() - 1
     firsts = split.computed[split.prompt]
     runs = tuple(RowRange(int(n), b, int(first)) for b, (n, first) in enumerate(zip(counts, firsts, strict=True)))
-    return BatchRows(rows, seq, pos, seq_lens, table, order if slots is None else slots[some].clone(), runs)
+    mine = order if slots is None else slots[some].clone()
+    return BatchRows(rows, seq, pos, seq_lens, table, mine, runs)
 
 
 def of_requests(batch: Any, split: Split, forget: dict[str, None]) -> Any:

@@ -16,7 +16,8 @@ Part = slice | Tensor  # of requests, or of the rows of a batch: a range, or int
 class Split:
     """decode, prompt: numbers of the requests of a batch, int64, ascending. lengths: rows of each request, and
     computed: tokens in the cache before them (for requests that read a prompt; an upper bound for others), int64 [n].
-    dummy: whether vLLM only warms up or captures: no request reads a prompt or follows a token.
+    dummy: whether vLLM only warms up or captures: no request reads a prompt or follows a token. uniform: whether the
+    batch may replay a CUDA graph; request n then has row n of the batch.
     """
 
     decode: np.ndarray
@@ -24,6 +25,7 @@ class Split:
     lengths: np.ndarray
     computed: np.ndarray
     dummy: bool
+    uniform: bool = False
 
 
 def split(batch: Any, whole: bool) -> Split:
@@ -40,7 +42,7 @@ def split(batch: Any, whole: bool) -> Split:
     prefilling[: len(given)] = given
     dummy = not prefilling.any() and not (computed[lengths > 0] > 0).any()
     if whole and batch.max_query_len == 1:
-        return Split(np.arange(n), np.arange(0), lengths, computed, dummy)
+        return Split(np.arange(n), np.arange(0), lengths, computed, dummy, uniform=True)
     decode = (lengths == 1) & ~prefilling  # a preempted request reads its own answer again, in rows of a prompt
     return Split(np.flatnonzero(decode), np.flatnonzero((lengths > 0) & ~decode), lengths, computed, dummy)
 

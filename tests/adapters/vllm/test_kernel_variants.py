@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 from longreach.adapters.vllm.rows import BatchRows, DecodeBuffers, prompt_rows
-from longreach.adapters.vllm.splitting import part_of, rows_of, split
+from longreach.adapters.vllm.splitting import split
 from longreach.methods.base import AttentionMethod
 from longreach.methods.dense import Dense
 from longreach.methods.kascade import Kascade
@@ -30,10 +31,16 @@ from longreach.ops import KVView, Rows
 from longreach.ops.impl import Implementations
 from longreach.runtime import Ledger, Pass, Segment, StateStore, attend_layer, note_attended
 from tests.adapters.vllm.test_splitting import batch
+from tests.interpreter import VERSIONS
+from tests.methods.conftest import _planned, plans_of_tests  # noqa: F401 - fixtures
 from tests.methods.drive import DIM, HEADS, KV_HEADS, LAYERS, MODEL, SCALE
 
 PAGE, PAGES, SIZE = 8, 64, 4
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets on a CPU")
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton interprets on a CPU"),
+    # vLLM for CPUs brings a later one, whose interpreter refuses these kernels
+    pytest.mark.skipif(not triton.__version__.startswith(VERSIONS), reason=f"needs Triton {', '.join(VERSIONS)}"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +99,7 @@ class Memory:
         given = batch(*requests)
         some, query = split(given, whole=uniform), torch.randn(sum(n for _, n, _ in requests), HEADS, DIM)
         observers = (self.method,) if self.method.observes_prompt else ()
-        ledger, cpu = Ledger(), torch.device("cpu")
+        ledger = Ledger()
         decode = Pass((Segment("decode", self.method),), MODEL, self.store, ledger)
         prompt = Pass((Segment("prefill", Dense(), observers),), MODEL, self.store, ledger)
         for layer in range(LAYERS):
@@ -100,8 +107,7 @@ class Memory:
                 rows = prompt_rows(given, some, None)
                 note_attended(prompt, self._call(prompt, layer, rows, query[rows.rows]), "FLASH_ATTN")
             if len(some.decode):
-                part, mine = part_of(some.decode, cpu), part_of(rows_of(some.decode, given), cpu)
-                rows = self.buffers.fill(given, None, part, mine, len(some.decode), size)
+                rows = self.buffers.fill(given, some, None, size)
                 attend_layer(decode, self._call(decode, layer, rows, rows.of(query)))
         ledger.commit()
 
@@ -131,7 +137,7 @@ def test_steps_that_read_prompts_run_known_kernels(method: AttentionMethod, monk
     with variants(alone, monkeypatch):
         memory.run([(0, 16, True)], 0, uniform=False)
         memory.run([(0, 5, True)], 0, uniform=False)
-    assert captured or isinstance(method, Dense)
+    assert captured
     for decoding in (1, 2, 3):
         mixed = set[Any]()
         with variants(mixed, monkeypatch):
