@@ -23,6 +23,7 @@ MAC = "mac tau=0.3 window=64 band=32 min_context=0 rest_rows=null"
 OPTIONS: dict[str, Any] = {
     "dtype": "bfloat16", "enforce_eager": False, "attention_backend": "CUSTOM", "gpu_memory_utilization": 0.3,
     "compilation_config": {"cudagraph_capture_sizes": [1, 4, 8]}, "block_size": 16,
+    "kv_cache_memory_bytes": 4 << 30,  # without it vLLM refuses to start where another process frees GPU memory
 }  # fmt: skip
 SAME_TOKENS = 0.75  # the least share of tokens before the first difference, on average over the requests
 SAME_TOKENS_MAC = 0.5  # for mac: it reuses rows whose similarity passes a threshold, which rounding can change
