@@ -67,6 +67,8 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, page: int, den
     few = items < 32
     if dense:
         t = Tuning(wider, 4, 3, 2, unit=wider, aligned=False)
+        if page and items >= 256:
+            t = replace(t, unit=4 * wider)
         return t if few else replace(t, per_sm=3, registers=168)
     if not lists:
         return Tuning(narrow, 4, 4, 2) if few else Tuning(wider, 4, 4, 2, unit=wider)
