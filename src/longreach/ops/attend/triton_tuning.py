@@ -67,7 +67,7 @@ def tuning(dtype: torch.dtype, wide: int, m: int, *, lists: bool, page: int, den
     few = items < 32
     if dense:
         t = Tuning(wider, 4, 3, 2, unit=wider, aligned=False)
-        if page and items >= 256:
+        if page and items >= 256:  # 6% faster at 864 streams of 8K, equal at 256
             t = replace(t, unit=4 * wider)
         return t if few else replace(t, per_sm=3, registers=168)
     if not lists:
