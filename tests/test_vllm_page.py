@@ -23,6 +23,11 @@ def measurements(case: str) -> list[dict[str, Any]]:
     return found
 
 
+def before_padding(case: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = record("vllm-times-unpadded")["cases"][case]["measurements"]
+    return found
+
+
 def measured(case: str, method: str, batch: int) -> dict[str, Any] | None:
     found = measurements(case)
     return next((one for one in found if (one["method"], one["batch"]) == (method, batch)), None)
@@ -69,6 +74,11 @@ def test_requests_that_arrive_at_once() -> None:
     found = {one["method"]: one for one in measurements("load-at-once")}
     plain, dense, ours = (f"{found[name]['tokens_per_second']:.0f}" for name in (PLAIN, "dense", "kascade"))
     gaps = [f"{found[name]['gap_p99_ms']:.0f}" for name in (PLAIN, "dense", "kascade")]
+    before = {one["method"]: one for one in before_padding("load-at-once")}
+    slow = [f"{before[name]['tokens_per_second']:.0f}" for name in (PLAIN, "dense", "kascade")]
+    late = [f"{before[name]['gap_p99_ms'] / 1e3:.2f}" for name in (PLAIN, "dense", "kascade")]
+    assert f"gave {slow[0]} tokens/s, `dense` {slow[1]} and `kascade` {slow[2]}." in LOG
+    assert f"latencies was {late[0]}, {late[1]} and {late[2]} s, and is now 0.0{gaps[0]}, 0.0{gaps[1]}" in LOG
     assert f"FlashAttention generates {plain} tokens a second, `dense` {dense} and `kascade` {ours}." in WORDS
     assert f"inter-token latencies is {gaps[0]}, {gaps[1]} and {gaps[2]} ms" in WORDS
     assert f"{plain} tokens/s with FlashAttention, {dense} with `dense` and {ours} with `kascade`, and no kernel" in LOG
@@ -78,9 +88,32 @@ def test_as_many_requests_as_fit_at_8k() -> None:
     plain, dense = (time("tpot-8k-fit", name, 108) for name in (PLAIN, "dense"))
     (fit,) = (one["batch"] for one in measurements("tpot-8k-fit") if one["method"] == "kascade")
     assert f"`kascade` has room for {fit} requests" in WORDS
-    assert f"Found (`vllm-times`): {dense:.2f} ms, {33.78 - dense:.2f} ms less" in LOG
-    assert f"FlashAttention took {plain:.2f} ms, {plain - 31.57:.1f} ms more than before" in LOG
-    assert f"So the ratio fell from 1.07 to {dense / plain:.2f}." in LOG
+    before = {one["method"]: one["tpot_ms"] for one in before_padding("tpot-8k-fit")}
+    ratio = before["dense"] / before[PLAIN]
+    assert f"a step with `dense` took {before['dense']:.2f} ms, and {before[PLAIN]:.2f} with Flash" in LOG
+    assert f"{ratio:.2f} times (`vllm-times-unpadded`)" in LOG
+    assert f"Found (`vllm-times`): {dense:.2f} ms, {before['dense'] - dense:.2f} ms less" in LOG
+    assert f"FlashAttention took {plain:.2f} ms, {plain - before[PLAIN]:.1f} ms more than before" in LOG
+    assert f"So the ratio fell from {ratio:.2f} to {dense / plain:.2f}." in LOG
+
+
+def test_what_was_measured_twice() -> None:
+    kept, longer = record("vllm-times-unpadded")["cases"], dict[tuple[str, str, int], float]()
+    for case in (name for name in kept if name.startswith("tpot")):
+        for one in before_padding(case):
+            if one["method"] in (PLAIN, "dense"):
+                now = time(case, one["method"], one["batch"])
+                longer[case, one["method"], one["batch"]] = now / one["tpot_ms"] - 1
+    assert max(longer.values()) == longer["tpot-8k-fit", PLAIN, 108] and "steps that took up to 4% less" in WORDS
+    assert longer.pop(("tpot-8k-fit", "dense", 108)) < 0
+    assert min(longer.values()) > 0.01 and max(longer.values()) < 0.045 and "take 1 to 4% longer" in LOG
+    speeds = [
+        f"{target['got']:.2f}"
+        for case in ("tpot-8k", "tpot-8k-fit")
+        for target in kept[case]["targets"]
+        if target["of"].startswith("dense")
+    ]
+    assert f"1, 4, 32 and 108 were {', '.join(speeds[:-1])} and {speeds[-1]}." in WORDS
 
 
 def test_no_kernel_was_compiled_after_the_start() -> None:
